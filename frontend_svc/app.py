@@ -25,6 +25,8 @@ from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.metrics_server import add_process_metrics
 from common.streams.stall_clock import TICK_S, StallClock
+from common.trials import constraints
+from common.trials.trials import Trials
 from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
@@ -93,6 +95,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._rng = Random()
         self._members = Members()
         self._snapshot_changed = asyncio.Event()
+        self._trials = Trials((constraints.PREPARE,))
         self._models = ModelCatalog(
             self._registry.get_card,
             now_s=time.time,
@@ -245,6 +248,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 self._records,
                 self._hit_monitor.on_request_end,
             ),
+            self._trials,
             self._stored_responses,
             self._readiness,
             _unchanged if siblings is None else siblings.combine,

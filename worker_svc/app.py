@@ -21,6 +21,9 @@ from common.runtime.member_key import MemberKey
 from common.runtime.plugins import ENGINES
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
+from common.trials.constraints import PREPARE, ConstraintTrials
+from common.trials.fair_trials import FairTrials
+from common.trials.trials import Trials
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
@@ -71,7 +74,13 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self.engine = build_engine(config) if engine is None else engine
         is_built_in = engine is None and config.engine in ENGINES
         self._engine_name = config.engine if is_built_in else type(self.engine).__name__
-        self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
+        trials = FairTrials(Trials((PREPARE,)))
+        self.runner = Runner(
+            self.engine,
+            max_requests=config.requests_max,
+            role=config.role,
+            constraints=ConstraintTrials(trials, config.grammar_compile_s),
+        )
         self._attach = AttachServer(self.instance_id, self.runner)
         self._engine_started = False
         self._lifecycle: Lifecycle | None = None

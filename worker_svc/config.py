@@ -84,6 +84,9 @@ class WorkerConfig(ServiceConfig):
     """Milliseconds of a sim step with one sequence."""
     requests_max: PositiveInt = 4096
     """Maximum of concurrent requests, including queued ones."""
+    grammar_compile_s: Annotated[float, Field(gt=0)] = 4.0
+    """Seconds of processor time in which the grammar of a request must compile. At least that of
+    the frontends."""
     kv_events: bool = True
     """Publish KV events to indexers. Off: routers approximate the cache from their decisions."""
     card_inline_bytes: NonNegativeInt = 1 << 20

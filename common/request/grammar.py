@@ -7,9 +7,11 @@ allows it. Keywords of JSON Schema that the library does not implement are refus
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
+from random import Random
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -20,6 +22,9 @@ from common.request.preprocessed import GuidedDecoding
 # Size of a constraint as llguidance receives it.
 GRAMMAR_BYTES_MAX: Final = 262_144
 _MESSAGE_CHARS_MAX: Final = 240
+# Output of a check.
+_WALK_TOKENS: Final = 256
+_OUTPUT_BYTES: Final = range(0x21, 0x7F)
 # Free text outside structural tags consists of words, since the sim engine's output does: an engine
 # may restrict free text further.
 _FREE_TEXT: Final = "/( [A-Za-z]+)+/"
@@ -53,8 +58,28 @@ def next_mask(matcher: LLMatcher) -> bytes:
 
 
 def check_constraint(guided: GuidedDecoding) -> None:
-    """Compiles a constraint for a vocabulary of single bytes. Raises ConstraintError."""
-    compile_constraint(_byte_tokenizer(), guided)
+    """Compiles a constraint for a vocabulary of single bytes, and computes the masks of an output.
+    Takes time and memory that the constraint decides: a trial (`common/trials`) runs it, so that a
+    constraint with masks that take too long exceeds the trial's limit. Raises ConstraintError."""
+    matcher = compile_constraint(_byte_tokenizer(), guided)
+    # An engine that exceeds a limit of the library later ends that output only.
+    with contextlib.suppress(ConstraintError):
+        _walk(matcher)
+
+
+def _walk(matcher: LLMatcher) -> None:
+    """Computes the masks of an output that avoids white space, which may repeat without end."""
+    rng = Random(0)
+    for _ in range(_WALK_TOKENS):
+        bits = int.from_bytes(next_mask(matcher), "little")
+        allowed = [byte for byte in _OUTPUT_BYTES if bits >> byte & 1]
+        if not allowed or not matcher.consume_token(rng.choice(allowed)):
+            return
+
+
+def prepare_checks() -> None:
+    """Builds what all checks share."""
+    _byte_tokenizer()
 
 
 def _grammar_of(guided: GuidedDecoding) -> str:

@@ -105,7 +105,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         template = templates.get(model.name) or templates.get(model.base)
         body = with_defaults(parsed, template)
         plan = plan_tools(body, model.call_format) if isinstance(body, ChatRequest) else None
-        guided = await self._constraints.resolve(body, plan)
+        guided = await self._constraints.resolve(body, plan, context.caller.tenant)
         token_lists, prompt_text = await tokenize(body, model)
         max_tokens = None if template is None else template.max_completion_tokens
         requests = _preprocessed(body, model, token_lists, guided, max_tokens)

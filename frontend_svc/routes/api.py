@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from common.trials.fair_trials import FairTrials
+from common.trials.trials import Trials
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import CompletionApi, GenerationApi
@@ -28,6 +30,7 @@ class ApiDependencies:
     def __init__(
         self,
         endpoints: EndpointDependencies,
+        trials: Trials,
         stored: StoredResponses | None,
         readiness: Callable[[], Readiness],
         combine: Callable[[Readiness], Awaitable[Readiness]],
@@ -45,7 +48,7 @@ class ApiDependencies:
             fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
         self.endpoints = endpoints
         self.encode_metrics = encode_metrics
-        self.constraints = ConstraintChecks(config.grammar_compile_s)
+        self.constraints = ConstraintChecks(FairTrials(trials), config.grammar_compile_s)
         self.media = MediaLoader(fetcher, config.media_limit_mb << 20)
         self.no_media = MediaLoader(None, config.media_limit_mb << 20)
         self.responses = ResponsesApi(stored)

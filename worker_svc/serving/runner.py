@@ -32,7 +32,9 @@ from common.errors import (
 )
 from common.kv.load import Load
 from common.request.embedding import dump_vector
+from common.request.grammar import ConstraintError
 from common.request.token_stream import LegRequest
+from common.trials.constraints import ConstraintTrials
 from worker_svc.engines.contract import (
     CountingEngine,
     EmbeddingEngine,
@@ -51,6 +53,7 @@ from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # Time for an engine to end an aborted request before its generator is closed.
 ABORT_GRACE_S = 0.15
+_CONSTRAINT_FIELD = "sampling_options.guided_decoding"
 # Finish reasons that an engine can send without having computed anything.
 _NO_OUTPUT_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
 
@@ -81,6 +84,7 @@ class Runner:
         failed ends do not count.
     engine_failure: why the engine fails, by its probe; "" if it does not.
     step_limits: see `observe_steps`.
+    constraints: compiles them in a process that can be ended, before the engine does; None: not.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Runner:
         card_checksum: str = "",
         max_requests: int = 4096,
         role: str = "aggregated",
+        constraints: ConstraintTrials | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -104,6 +109,7 @@ class Runner:
         self.step_limits = StepLimits(StepLimitSettings())
         self._max_requests = max_requests
         self._role = role
+        self._constraints = constraints
         self._active_requests: dict[int, _ActiveRequest] = {}
         self._last_key = 0
         # Of the prompts without output, and of all others.
@@ -253,6 +259,7 @@ class Runner:
                     validate_stream(self._stream(active_request), request_id=request_id)
                 ) as outputs,
             ):
+                await self._check_constraint(active_request.leg_request)
                 if active_request.ctx.is_stopped:  # aborted before its start
                     self._start_abort_grace(abort_timeout)
                 async for output in outputs:
@@ -276,6 +283,19 @@ class Runner:
         if terminal.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
         return terminal
+
+    async def _check_constraint(self, leg_request: LegRequest) -> None:
+        """Raises InvalidRequest if the request's constraint is invalid or exceeds a limit."""
+        if self._constraints is None or (request := leg_request.request) is None:
+            return
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            return
+        try:
+            await self._constraints.check(guided, leg_request.tenant)
+        except ConstraintError as error:
+            text = f"Invalid '{_CONSTRAINT_FIELD}': {error}."
+            raise InvalidRequest(text, _CONSTRAINT_FIELD) from error
 
     def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
         leg_request = active_request.leg_request

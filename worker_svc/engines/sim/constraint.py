@@ -17,7 +17,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -31,6 +31,9 @@ from common.request.preprocessed import GuidedDecoding
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 _FIELD: Final = "sampling_options.guided_decoding"
+# Processor time of one mask of an output on average, and of many in a row.
+MASK_S: Final = 0.002
+MASKS_S: Final = 0.2
 _QUOTE: Final = b'"'
 _CLOSING: Final = b"}],<"
 
@@ -41,9 +44,17 @@ class ConstraintCompiler:
     """Compiles constraints for the vocabulary of one model.
 
     tokenizer_json: content of the file. word_ids: ids of the model's words. eos_id: ends the output
+    cpu_time: of the calling thread, in seconds.
     """
 
-    def __init__(self, tokenizer_json: str, word_ids: Sequence[int], eos_id: int) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        word_ids: Sequence[int],
+        eos_id: int,
+        cpu_time: Callable[[], float],
+    ) -> None:
+        self._cpu_time = cpu_time
         self._tokenizer_json = tokenizer_json
         self._word_ids = word_ids
         self.eos_id = eos_id
@@ -61,7 +72,8 @@ class ConstraintCompiler:
         if generated and not matcher.consume_tokens(generated):
             text = "the constraint does not allow the tokens so far"
             raise InvalidRequest(text, f"{_FIELD}.prefix_tokens")
-        return Constraint(matcher, (*self._delimiters, self._words), self.eos_id)
+        classes = (*self._delimiters, self._words)
+        return Constraint(matcher, classes, self.eos_id, self._cpu_time)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -82,20 +94,35 @@ class ConstraintCompiler:
 
 
 class Constraint:
-    """The state of a grammar in one output."""
+    """The state of a grammar in one output. Other outputs of the engine wait for its masks, so it
+    fails if they take too long."""
 
-    def __init__(self, matcher: LLMatcher, classes: Sequence[_Mask], eos_id: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        classes: Sequence[_Mask],
+        eos_id: int,
+        cpu_time: Callable[[], float],
+    ) -> None:
+        self._cpu_time = cpu_time
+        # Processor time that is left for masks.
+        self._left_s = MASKS_S
         self._matcher = matcher
         self._classes = classes
         self._eos_id = eos_id
 
     def next_token(self, oracle: TokenOracle, state: int) -> tuple[int, _Mask] | None:
         """Returns the token that follows `state`, which may be EOS, and by id which ones the
-        grammar allows; None if it failed: it exceeded a limit of the library."""
+        grammar allows; None if it failed: it exceeded a limit of the library, or of time."""
+        begin_s = self._cpu_time()
         try:
             mask = next_mask(self._matcher)
         except ConstraintError:
             return None
+        self._left_s += MASK_S - (self._cpu_time() - begin_s)
+        if self._left_s < 0:
+            return None
+        self._left_s = min(self._left_s, MASKS_S)
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
         allowed = bits[: len(self._classes[0])].astype(bool)
         can_end = bool(allowed[self._eos_id])

@@ -24,6 +24,7 @@ Semantics of requests:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -182,7 +183,7 @@ class SimEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         rooms = await self._start_rooms(scheduler, worker_id)
-        return _Core(scheduler, blocks, JobBuilder.create(config, model), rooms)
+        return _Core(scheduler, blocks, JobBuilder.create(config, model, time.thread_time), rooms)
 
     async def _start_rooms(self, scheduler: SimScheduler, worker_id: int) -> Rooms[Any]:
         settings = RoomSettings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -66,9 +66,12 @@ class JobBuilder:
     media: Mapping[str, MediaInput]
 
     @staticmethod
-    def create(config: SimConfig, model: SimModel) -> JobBuilder:
+    def create(config: SimConfig, model: SimModel, cpu_time: Callable[[], float]) -> JobBuilder:
+        """cpu_time: of the calling thread, in seconds."""
         context_length = config.context_length or model.context_length
-        constraints = ConstraintCompiler(model.tokenizer_json, model.word_ids, model.eos_ids[0])
+        constraints = ConstraintCompiler(
+            model.tokenizer_json, model.word_ids, model.eos_ids[0], cpu_time
+        )
         builder = JobBuilder(
             config, model.eos_ids, context_length, {}, constraints, model.vocab_size, model.media
         )

@@ -1,73 +1,86 @@
-"""Checks of constraints: one compiles at a time, also after a time-out."""
+"""Checks of constraints: in trials, with a limit of time for each and for all of a request."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
-import threading
-import time
 from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest
 from common.request.preprocessed import GuidedDecoding
-from frontend_svc.generation import constraints
+from common.trials.constraints import PREPARE
+from common.trials.fair_trials import FairTrials
+from common.trials.trial import Trial
+from common.trials.trials import Trials
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.openai.body.guided import Constraint
 from frontend_svc.openai.body.parsing import parse_chat
 from frontend_svc.openai.body.tool_calls import plan_tools
 from frontend_svc.tools.formats import HERMES
-from tests.kit.waiting import until
+from tests.kit.bombs import CONSTRAINT_BOMBS
+
+pytestmark = pytest.mark.slow
+
+
+class SlowTrials(FairTrials):
+    """Trials that take a while and pass. compiled: in their order."""
+
+    def __init__(self) -> None:
+        super().__init__(Trials(()))
+        self.compiled: list[GuidedDecoding] = []
+
+    # Any: JSON.
+    async def run(self, trial: Trial, sender: str, deadline_s: float) -> Any:
+        self.compiled += trial.arguments
+        # Sleep: the compilation takes time.
+        await asyncio.sleep(0.03)
+
+
+@pytest.fixture(scope="module")
+def trials() -> Trials:
+    return Trials((PREPARE,))
 
 
 def of_regex(regex: str) -> Constraint:
     return Constraint(GuidedDecoding(regex=regex), "guided_regex")
 
 
-async def test_a_slow_constraint_occupies_one_thread_until_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    may_end, compiled = threading.Event(), list[str | None]()
-
-    def compile_slowly(guided: GuidedDecoding) -> None:
-        compiled.append(guided.regex)
-        assert may_end.wait(30.0)
-
-    monkeypatch.setattr(constraints, "check_constraint", compile_slowly)
-    checks = ConstraintChecks(0.05)
-    with pytest.raises(InvalidRequest, match=r"more than 0\.05 s"):
-        await checks.check(of_regex("a"))
-    with pytest.raises(Overloaded):
-        await checks.check(of_regex("b"))
-    assert compiled == ["a"], "the second one has not begun"
-    may_end.set()
-
-    async def is_compiled() -> bool:
-        with contextlib.suppress(Overloaded):
-            await checks.check(of_regex("b"))
-        return "b" in compiled
-
-    await until(is_compiled, "the checks accept another constraint")
+async def test_a_constraint_without_end_delays_no_others(trials: Trials) -> None:
+    checks = ConstraintChecks(FairTrials(trials), 2.0)
+    loop = asyncio.get_running_loop()
+    await checks.check(of_regex("a+"), "tenant")
+    schema = CONSTRAINT_BOMBS["an intersection of digits"]["guided_json"]
+    bomb = Constraint(GuidedDecoding(json=schema), "guided_json")
+    refused = asyncio.create_task(checks.check(bomb, "tenant"))
+    for number, tenant in enumerate(("tenant", "other", "third")):
+        begin = loop.time()
+        await checks.check(of_regex(f"b{number}"), tenant)
+        print(f"{tenant}: {loop.time() - begin:.3f} s")
+    assert not refused.done()
+    with pytest.raises(InvalidRequest, match="more than 2 s to compile") as error:
+        await refused
+    assert error.value.field == "guided_json"
 
 
-async def test_a_long_grammar_is_refused_before_its_conversion() -> None:
+async def test_a_constraint_that_passed_needs_no_other_trial() -> None:
+    slow = SlowTrials()
+    checks = ConstraintChecks(slow, 2.0)
+    for _ in range(3):
+        await checks.check(of_regex("a"), "tenant")
+    await checks.check(of_regex("b"), "tenant")
+    assert [guided.regex for guided in slow.compiled] == ["a", "b"]
+
+
+async def test_a_long_grammar_is_refused_before_its_conversion(trials: Trials) -> None:
     guided = GuidedDecoding(grammar="root ::= " + '"a" ' * 100_000)
+    checks = ConstraintChecks(FairTrials(trials), 5.0)
     with pytest.raises(InvalidRequest, match="400009/262144"):
-        await ConstraintChecks(5.0).check(Constraint(guided, "guided_grammar"))
+        await checks.check(Constraint(guided, "guided_grammar"), "tenant")
 
 
-async def test_the_functions_of_a_request_share_one_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled = list[GuidedDecoding]()
-
-    def compile_slowly(guided: GuidedDecoding) -> None:
-        compiled.append(guided)
-        # Sleep: the compilation takes time.
-        time.sleep(0.03)
-
-    monkeypatch.setattr(constraints, "check_constraint", compile_slowly)
+async def test_the_functions_of_a_request_share_one_time_limit() -> None:
     for strict in (True, False):
         tools = [
             {
@@ -83,16 +96,17 @@ async def test_the_functions_of_a_request_share_one_time_limit(
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
         request = parse_chat(json.dumps(body | {"tool_choice": "required"}).encode())
         plan = plan_tools(request, HERMES)
-        compiled.clear()
+        slow = SlowTrials()
+        checks = ConstraintChecks(slow, 0.1)
         if strict:
             with pytest.raises(InvalidRequest, match=r"more than 0\.1 s") as refused:
-                await ConstraintChecks(0.1).resolve(request, plan)
+                await checks.resolve(request, plan, "tenant")
             assert (refused.value.field or "").startswith("tools[")
         else:
-            guided = await ConstraintChecks(0.1).resolve(request, plan)
+            guided = await checks.resolve(request, plan, "tenant")
             assert guided is not None
             tags: Any = guided.structural_tag
             schemas = [tag["content"]["json_schema"] for tag in tags["format"]["tags"]]
             assert schemas[0] == {"type": "object", "title": "0"}
             assert schemas[-1] == {"type": "object"}, "not enforced, since there was no time left"
-        assert len(compiled) < 10
+        assert len(slow.compiled) < 10

@@ -24,6 +24,7 @@ from common.registry.instances import Instance, Snapshot
 from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
+from common.trials.trials import Trials
 from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
@@ -171,7 +172,7 @@ async def served(
             RequestRecords(None, None, "none"),
             ended.append,
         )
-        api = ApiDependencies(dependencies, None, lambda: ready, alone, lambda: b"")
+        api = ApiDependencies(dependencies, Trials(()), None, lambda: ready, alone, lambda: b"")
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:
             public = with_keys(public, KeyFile(keys), TenantQuotas(Members()))
