@@ -37,10 +37,14 @@ def _receive_bytes(source: socket.socket, count: int) -> bytearray:
 
 
 def start_child(
-    module: str, arguments: Sequence[str] = ()
+    module: str, arguments: Sequence[str] = (), *, own_session: bool = True
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts a module as a process; its first argument is the number of its socket. Returns the
-    process and this end of the socket. Raises OSError."""
+    process and this end of the socket. Raises OSError.
+
+    own_session: gives it a share of the processor as large as this process has. Otherwise its
+    priority (`nice`) counts beside this process: Linux compares those of one session only.
+    """
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -52,9 +56,9 @@ def start_child(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # Without the signals of a terminal, but in the session: Linux compares the
-                # priorities (`nice`) of processes of one session only.
-                process_group=0,
+                # Both are without the signals of a terminal.
+                start_new_session=own_session,
+                process_group=None if own_session else 0,
             )
     except BaseException:
         ours.close()

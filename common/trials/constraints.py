@@ -18,7 +18,7 @@ MEMORY_BYTES_MAX: Final = 512 << 20
 # Digests of constraints that passed.
 _PASSED_MAX: Final = 4096
 # A process gets little of a busy processor.
-_WALL_FACTOR: Final = 4.0
+_WALL_FACTOR: Final = 20.0
 _COMPILE: Final = f"{check_constraint.__module__}:{check_constraint.__name__}"
 
 

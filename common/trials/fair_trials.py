@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from common.errors import Overloaded
 from common.trials.fair_slots import FairSlots
 from common.trials.trial import Trial, TrialExceeded
 from common.trials.trials import Trials
@@ -35,6 +36,8 @@ class FairTrials:
             async with self._short.slot(sender, deadline_s):
                 try:
                     return await self._trials.run(replace(trial, limits=short))
+                except Overloaded:
+                    pass
                 except TrialExceeded as error:
                     if not error.is_time:
                         raise

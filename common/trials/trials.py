@@ -19,7 +19,7 @@ from typing import Any, Final
 import orjson
 import structlog
 
-from common.errors import Unavailable
+from common.errors import Overloaded, Unavailable
 from common.trials import child
 from common.trials.child_process import LENGTH_BYTES, end_child, frame, start_child
 from common.trials.trial import Trial, TrialExceeded, TrialRefused
@@ -46,8 +46,8 @@ class Trials:
     async def run(self, trial: Trial) -> Any:
         """Returns the result of the function. Cancelling the call ends the process of the trial.
 
-        Raises TrialRefused if the input is invalid, TrialExceeded if it exceeds a limit, and
-        Unavailable if no process can be started.
+        Raises TrialRefused if the input is invalid, TrialExceeded if it exceeds a limit, Overloaded
+        if it gets too little of the processor, and Unavailable if no process can be started.
         """
         request = frame(pickle.dumps(trial))
         for _ in range(_STARTS_MAX):
@@ -76,7 +76,7 @@ class _Forker:
 
     def __init__(self, prepare: Sequence[str]) -> None:
         try:
-            process, self._control = start_child(child.__name__, prepare)
+            process, self._control = start_child(child.__name__, prepare, own_session=False)
         except OSError as error:
             raise Unavailable(f"no process for a trial: {error}", 1.0) from error
         self.pid = process.pid
@@ -132,7 +132,10 @@ def _result(reply: bytes, elapsed_s: float, trial: Trial) -> Any:
         if "refused" in value:
             raise TrialRefused(value["refused"])
     limits = trial.limits
-    if elapsed_s >= min(limits.cpu_s, limits.wall_s):
+    if elapsed_s >= limits.wall_s:
+        text = f"a trial did not end within {limits.wall_s:g} s: the processor is busy"
+        raise Overloaded(1.0, text)
+    if elapsed_s >= limits.cpu_s:
         raise TrialExceeded(f"it takes more than {limits.cpu_s:g} s", is_time=True)
     memory = f"{limits.memory_bytes >> 20} MiB of memory"
     text = f"it needs more than {memory} or {limits.reply_bytes} bytes of output"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import Overloaded, Unavailable
 from common.trials import trials as trials_module
 from common.trials.fair_trials import FairTrials
 from common.trials.trial import Trial, TrialExceeded, TrialLimits, TrialRefused
@@ -60,7 +60,7 @@ async def test_a_trial_without_end_is_ended_at_its_limit_of_time(trials: Trials)
 
 async def test_a_trial_that_waits_is_ended_too(trials: Trials, tmp_path: Path) -> None:
     limits = TrialLimits(cpu_s=0.3, wall_s=0.5, memory_bytes=64 << 20)
-    with pytest.raises(TrialExceeded):
+    with pytest.raises(Overloaded):
         await trials.run(trial("wait", str(tmp_path / "file"), limits=limits))
 
 
@@ -115,7 +115,7 @@ async def test_a_process_that_ended_is_started_again(trials: Trials) -> None:
 async def test_a_process_that_cannot_start_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_arguments: object) -> None:
+    def fail(*_arguments: object, **_settings: object) -> None:
         raise OSError("no memory for a process")
 
     trials = Trials((f"{FUNCTIONS}:prepare",))
