@@ -46,6 +46,7 @@ from frontend_svc.metrics.collectors import (
     ResilienceCollector,
 )
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
+from frontend_svc.models import tokenizer_files
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.processes.siblings import Siblings
@@ -95,12 +96,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._rng = Random()
         self._members = Members()
         self._snapshot_changed = asyncio.Event()
-        self._trials = Trials((constraints.PREPARE,))
+        self._trials = Trials((constraints.PREPARE, tokenizer_files.PREPARE))
         self._models = ModelCatalog(
             self._registry.get_card,
             now_s=time.time,
             mesh_key=config.mesh_key.encode(),
             open_artifact=grpc_artifact_opener(self._security),
+            trials=self._trials,
         )
         loop = asyncio.get_running_loop()
         self._stall_clock = StallClock(loop.time())

@@ -24,6 +24,7 @@ from common.errors import (
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.runtime.tasks import TaskGroup
+from common.trials.trials import Trials
 from frontend_svc.models.adapters import find_adapters, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
@@ -44,6 +45,8 @@ from frontend_svc.models.model_watch import (
     plan_tables,
 )
 from frontend_svc.models.served_model import ServedModel, build_model
+from frontend_svc.models.tokenizer_files import PREPARE
+from frontend_svc.models.tokenizer_trials import TokenizerTrials
 
 NO_WORKER = "NO_WORKER"
 # For this long after its last worker left, a model gets 503 instead of 404.
@@ -82,6 +85,7 @@ class ModelCatalog:
     now_s: Unix time, for `created`.
     open_artifact: fetches artifacts that a card does not carry from a worker; by default over
     gRPC, without a token.
+    trials: load the tokenizers of cards first; by default of its own.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class ModelCatalog:
         now_s: Callable[[], float],
         mesh_key: bytes,
         open_artifact: OpenArtifact | None = None,
+        trials: Trials | None = None,
     ) -> None:
         self._get_card = get_card
         self._now_s = now_s
@@ -98,6 +103,7 @@ class ModelCatalog:
         self.artifacts = ArtifactFetcher(
             self._workers_with_card, open_artifact=open_artifact or grpc_artifact_opener()
         )
+        self._tokenizers = TokenizerTrials(trials or Trials((PREPARE,)))
         # A build takes a whole core and a thread that other calls need.
         self._build_lock = asyncio.Lock()
         self._watch: ModelWatch[Engine] = ModelWatch()
@@ -385,9 +391,14 @@ class ModelCatalog:
         created = int(self._now_s())
         model = None
         if card is not None and not is_pass_through(entry, card):
+            expansion_max = await self._tokenizers.check(card)
             async with self._build_lock:
                 model = await asyncio.to_thread(
-                    build_model, card, created=created, mesh_key=self._mesh_key
+                    build_model,
+                    card,
+                    created=created,
+                    mesh_key=self._mesh_key,
+                    expansion_max=expansion_max,
                 )
         name = entry.name
         return {table: Engine(name, created, entry.checksum, card, model) for table in tables}

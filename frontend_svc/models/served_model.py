@@ -16,22 +16,12 @@ from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.request.preprocessed import RoutingHints, TokenIds
+from frontend_svc.models.tokenizer_files import load_tokenizer
 from frontend_svc.prompts.control_tokens import ControlTokens
-from frontend_svc.prompts.encoder import (
-    Encode,
-    PieceEncoder,
-    build_encoder,
-    find_control_tokens,
-)
+from frontend_svc.prompts.encoder import Encode, PieceEncoder, find_control_tokens
 from frontend_svc.prompts.prompt import Prompt, TemplateError
 from frontend_svc.prompts.template_process import TemplateProcess
-from frontend_svc.prompts.token_bound import max_bytes_per_token
-from frontend_svc.text.detokenizer import (
-    Detokenizer,
-    StreamDetokenizer,
-    UnsupportedTokenizer,
-    Vocabulary,
-)
+from frontend_svc.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
 from frontend_svc.tools.formats import FORMATS, CallFormat
 from frontend_svc.tools.harmony import HARMONY, HARMONY_MARKERS
 from frontend_svc.tools.reasoning import (
@@ -42,6 +32,10 @@ from frontend_svc.tools.reasoning import (
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
+# Of tokenizers in use: U+FDFA has 18 characters in the forms of compatibility, of up to four bytes.
+EXPANSION_USUAL = 72
+# Texts may grow more in other tokenizers, up to this length: 10 s in a thread, 1 GB.
+EXPANDED_CHARS_MAX = 1 << 25
 # One thread, because fastokens keeps a cache of words in each (about 80 MB): long texts take turns.
 _FAST_ENCODING = ThreadPoolExecutor(1, thread_name_prefix="encode")
 # The chat template may open or close the reasoning of a response in them.
@@ -72,6 +66,9 @@ class ServedModel:
 
     encodes_fast: bool
     """Whether `encode_text` is fastokens."""
+
+    expansion_max: float
+    """How many times more characters a text may have inside of the tokenizer."""
 
     control_tokens: ControlTokens
     """Control tokens that are ordinary text in messages."""
@@ -140,7 +137,7 @@ class ServedModel:
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Returns the token ids of a text; long texts are encoded in a thread."""
-        if len(text) <= ENCODE_INLINE_CHARS:
+        if self._encodes_inline(len(text)):
             return self.encode_text(text, special_tokens)
         return await self._in_thread(lambda: self.encode_text(text, special_tokens))
 
@@ -151,7 +148,7 @@ class ServedModel:
         def encode_all() -> list[list[int]]:
             return [self.encode_text(text, True) for text in texts]
 
-        if sum(map(len, texts)) <= ENCODE_INLINE_CHARS:
+        if self._encodes_inline(sum(map(len, texts))):
             return encode_all()
         return await self._in_thread(encode_all)
 
@@ -160,7 +157,19 @@ class ServedModel:
         itself."""
         if prompt.pieces is None:
             return await self.encode(prompt.text, special_tokens=False)
+        self._encodes_inline(len(prompt.text))
         return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
+
+    def _encodes_inline(self, chars: int) -> bool:
+        """Returns whether texts are encoded in the event loop. Raises InvalidRequest if the
+        tokenizer may expand them beyond its limit."""
+        if self.expansion_max > EXPANSION_USUAL:
+            chars = int(chars * self.expansion_max)
+            if chars > EXPANDED_CHARS_MAX:
+                text = f"it may have {chars} characters inside of the tokenizer of this model"
+                raise InvalidRequest(f"the text is too long: {text}, at most {EXPANDED_CHARS_MAX}")
+            return chars <= ENCODE_INLINE_CHARS * EXPANSION_USUAL
+        return chars <= ENCODE_INLINE_CHARS
 
     async def _in_thread(self, encode: Callable[[], R]) -> R:
         executor = _FAST_ENCODING if self.encodes_fast else None
@@ -196,22 +205,19 @@ class ServedModel:
         return ReasoningParser(self.reasoning_format, starts_inside=starts_inside)
 
 
-def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedModel:
-    """Returns the model of a card. Raises InvalidRequest with the unusable artifact as field."""
+def build_model(
+    card: ModelCard, *, created: int, mesh_key: bytes, expansion_max: float = 1.0
+) -> ServedModel:
+    """Returns the model of a card that has passed its trial, which returned `expansion_max`. Raises
+    InvalidRequest with the unusable artifact as field."""
     config = _json_artifact(card, "tokenizer_config.json")
     raw = _artifact(card, "tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_buffer(raw)
-    except Exception as error:  # the library raises plain Exception
-        raise InvalidRequest(f"tokenizer.json: {error}", "artifacts.tokenizer.json") from error
-    # Settings of the file that would silently truncate or pad prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    try:
-        vocabulary = Vocabulary.from_tokenizer_json(raw)
-    except UnsupportedTokenizer as error:
-        log.info("slow_detokenizer", model=card.name, reason=str(error))
-        vocabulary = None
+    parts = load_tokenizer(raw)
+    tokenizer, vocabulary = parts.tokenizer, parts.vocabulary
+    if parts.slow_detokenizer_reason:
+        log.info("slow_detokenizer", model=card.name, reason=parts.slow_detokenizer_reason)
+    if parts.slow_encoder_reason:
+        log.info("slow_encoder", model=card.name, reason=parts.slow_encoder_reason)
     call_format = _format_of("tool_call_parser", card.tool_call_parser, FORMATS)
     is_harmony = HARMONY in (card.tool_call_parser, card.reasoning_parser)
     reasoning_name = None if card.reasoning_parser == HARMONY else card.reasoning_parser
@@ -220,25 +226,21 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
     markers += HARMONY_MARKERS if is_harmony else ()
     if reasoning is not None:
         markers += (reasoning.begin, reasoning.end)
-    encode_text, difference = build_encoder(raw, tokenizer)
-    if difference:
-        log.info("slow_encoder", model=card.name, reason=difference)
     allows_control = card.control_tokens_in_text
     control_tokens = ControlTokens(()) if allows_control else find_control_tokens(tokenizer)
-    ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
         checksum=card.checksum,
         created=created,
         tokenizer=tokenizer,
-        encode_text=encode_text,
-        encodes_fast=not difference,
+        encode_text=parts.encode_text,
+        encodes_fast=not parts.slow_encoder_reason,
+        expansion_max=expansion_max,
         control_tokens=control_tokens,
         piece_encoder=PieceEncoder(raw, control_tokens),
         vocabulary=vocabulary,
-        # Not the number of tokens: some files have gaps in their ids.
-        vocab_size=max(ids, default=-1) + 1,
-        max_bytes_per_token=max_bytes_per_token(raw),
+        vocab_size=parts.vocab_size,
+        max_bytes_per_token=parts.max_bytes_per_token,
         template=_template(card, config, control_tokens),
         hasher=_hasher(card, mesh_key),
         call_format=call_format,

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,15 +29,18 @@ _BODY = {
 class PacedStream(threading.Thread):
     """A streamed response, and the longest time between two of its events."""
 
-    def __init__(self, url: str, stop: threading.Event) -> None:
+    def __init__(
+        self, url: str, stop: threading.Event, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(daemon=True)
         self.gap_s = 0.0
         self.events = 0
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
         self._stop_reading = stop
+        self._headers = dict(headers or {})
 
     def run(self) -> None:
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(_BODY))
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(_BODY), self._headers)
         response = self._connection.getresponse()
         last: float | None = None
         while not self._stop_reading.is_set() and response.readline():
@@ -58,10 +61,13 @@ def wait_for_events(streams: Sequence[PacedStream], count: int) -> None:
 
 
 @contextmanager
-def paced_streams(mesh: Mesh) -> Iterator[Sequence[PacedStream]]:
-    """Streams of a mesh whose worker has the sim's default speed; they have begun."""
+def paced_streams(
+    mesh: Mesh, headers: Mapping[str, str] | None = None
+) -> Iterator[Sequence[PacedStream]]:
+    """Streams of a mesh whose worker has the sim's default speed; they have begun. headers: of
+    their requests."""
     stop = threading.Event()
-    streams = [PacedStream(mesh.url, stop) for _ in range(STREAMS)]
+    streams = [PacedStream(mesh.url, stop, headers) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import asynccontextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,23 @@ import httpx
 import pytest
 
 from common.errors import InvalidRequest
+from common.registry.card import Artifact, ModelCard
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from meshctl.commands.keys import keys as meshctl_keys
-from tests.kit.bombs import CONSTRAINT_BOMBS
+from tests.e2e.paced_streams import paced_streams
+from tests.kit.bombs import CONSTRAINT_BOMBS, TOKENIZER_BOMBS
 from tests.kit.processes import MODEL, Mesh, mesh_error
-from tests.kit.waiting import WAIT_S, wait_for
+from tests.kit.waiting import WAIT_S, until, wait_for
 
 pytestmark = pytest.mark.slow
 
 COMPILE_S = 1.0
 # Seconds of a constraint of another tenant while bombs compile; on an idle machine 0.02.
 SERVED_S = 5.0
+# Reading a tokenizer takes turns with the event loop.
+LOAD_GAP_MAX_S = 2.0
 NUMBERS = count()
 
 
@@ -69,10 +76,13 @@ def new_constraint() -> dict[str, Any]:
 
 def memory_mb(pid: int) -> float:
     """The memory of a process and its children."""
-    status = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    try:
+        status = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [(thread / "children").read_text().split() for thread in threads]
+    except OSError:  # it has ended
+        return 0.0
     own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Pss:"))
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [(thread / "children").read_text().split() for thread in threads]
     return own / 1024 + sum(memory_mb(int(child)) for pids in children for child in pids)
 
 
@@ -139,3 +149,60 @@ def test_a_worker_does_not_compile_what_exceeds_its_limits(mesh: Mesh) -> None:
     assert invalid.field == "sampling_options.guided_decoding"
     assert "to compile" in invalid.message
     wait_for(lambda: memory_mb(worker.pid) < 1.1 * before_mb, "the memory is free again")
+
+
+@asynccontextmanager
+async def offered(folder: Path, name: str, files: dict[str, bytes]) -> AsyncIterator[None]:
+    """A card in the registry, with a worker that does not respond."""
+    registry = FileRegistry(folder / "registry")
+    artifacts = {file: Artifact.of(content) for file, content in files.items()}
+    card = ModelCard(name=name, artifacts=artifacts)
+    await registry.put_card(card)
+    address = "127.0.0.1:9"
+    worker = Instance(
+        next(NUMBERS) + 1,
+        "default",
+        "worker",
+        "",
+        address,
+        model=name,
+        card_checksum=card.checksum,
+        kv_index="none",
+    )
+    lease = await registry.register(worker)
+    try:
+        yield
+    finally:
+        await lease.close()
+        await registry.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden replacements", "an id of 32 bits", "an expanding decoder"]
+)
+def test_a_card_whose_tokenizer_has_no_end_disables_its_model_only(
+    mesh: Mesh, tenants: dict[str, dict[str, str]], name: str
+) -> None:
+    before_mb = memory_mb(mesh.frontend.pid)
+    model = f"bomb{next(NUMBERS)}"
+    files = {"tokenizer.json": TOKENIZER_BOMBS[name](), "tokenizer_config.json": b"{}"}
+
+    def reason() -> str:
+        missing = mesh.http.get(f"{mesh.url}/health").json()["models_not_ready"]
+        return str(missing.get(model, ""))
+
+    async def is_refused() -> bool:
+        found = await asyncio.to_thread(reason)
+        return "tokenizer.json: " in found
+
+    async def offer() -> None:
+        async with offered(mesh.folder, model, files):
+            await until(is_refused, "the card is refused", WAIT_S, 0.1)
+
+    with paced_streams(mesh, tenants["other"]) as streams:
+        asyncio.run(offer())
+        gap_s = max(stream.gap_s for stream in streams)
+    print(f"gap {gap_s:.3f} s")
+    assert gap_s < LOAD_GAP_MAX_S
+    assert complete(mesh, tenants["other"]).status_code == 200
+    wait_for(lambda: memory_mb(mesh.frontend.pid) < 1.1 * before_mb, "the memory is free again")

@@ -233,7 +233,7 @@ class Mesh:
         indexer_flags: Sequence[str] = (),
         worker_module: str = "",
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         counts = (indexers, workers, prefill, decode, routers, frontends)
         self._service_counts = dict(zip(KINDS, counts, strict=True))
         self._flags = {
@@ -274,11 +274,11 @@ class Mesh:
         number = self._started[kind] = self._started.get(kind, 0) + 1
         service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
-        registry = f"--registry-path={self._folder / 'registry'}"
+        registry = f"--registry-path={self.folder / 'registry'}"
         service = Service(
             service_name,
             [registry, *self._flags[service_name], *role, *flags],
-            self._folder,
+            self.folder,
             f"{kind}-{number}",
             kind=kind,
             module=self._modules.get(service_name, ""),

@@ -23,6 +23,7 @@ from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, Mo
 from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
 from tests.kit.catalogs import follow_and_load
+from tests.kit.inline_trials import InlineTrials
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
@@ -69,7 +70,11 @@ class Table:
         self.fetched: list[str] = []
         self.holding: dict[int, asyncio.Event] = {}
         self.models = ModelCatalog(
-            self.get, now_s=lambda: self.now, mesh_key=KEY, open_artifact=self.opened
+            self.get,
+            now_s=lambda: self.now,
+            mesh_key=KEY,
+            open_artifact=self.opened,
+            trials=InlineTrials(),
         )
 
     async def get(self, checksum: str) -> ModelCard:

@@ -1,0 +1,63 @@
+"""Tokenizers of cards that were loaded in a trial, within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from typing import Final
+
+from common.errors import InvalidRequest
+from common.registry.card import ModelCard
+from common.trials.fair_slots import FairSlots
+from common.trials.trial import Trial, TrialExceeded, TrialRefused
+from common.trials.trials import Trials
+from frontend_svc.models.tokenizer_files import LIMITS, TRIAL
+
+_SLOTS: Final = 2
+_WAITING_MAX: Final = 64
+# Then the catalog tries again.
+_WAIT_S: Final = 300.0
+# Files of which the result is kept, and for how long a refusal counts.
+_RESULTS_MAX: Final = 256
+_REFUSED_S: Final = 600.0
+_FIELD: Final = "artifacts.tokenizer.json"
+
+
+class TokenizerTrials:
+    """Loads the tokenizer of each new card in a trial: that of one model waits for those of at most
+    two others."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._slots = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
+        # SHA-256 of a file -> `expansion_max`; -> its error, and until when that counts.
+        self._passed: OrderedDict[str, float] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    async def check(self, card: ModelCard) -> float:
+        """Returns how much the tokenizer may expand a text. Raises InvalidRequest if the file is
+        invalid or exceeds a limit, and Unavailable if no process can be started."""
+        artifact = card.artifacts.get("tokenizer.json")
+        if artifact is None or (raw := artifact.inline) is None:
+            return 1.0  # `build_model` refuses the card
+        digest = artifact.sha256
+        loop = asyncio.get_running_loop()
+        async with self._slots.slot(card.name, loop.time() + _WAIT_S):
+            if (passed := self._passed.get(digest)) is not None:
+                return passed
+            message, until_s = self._refused.get(digest, ("", -math.inf))
+            if loop.time() < until_s:
+                raise InvalidRequest(message, _FIELD)
+            try:
+                result = await self._trials.run(Trial(TRIAL, (raw,), LIMITS))
+            except (TrialRefused, TrialExceeded) as error:
+                message = f"tokenizer.json: {error}"
+                self._refused[digest] = message, loop.time() + _REFUSED_S
+                if len(self._refused) > _RESULTS_MAX:
+                    self._refused.popitem(last=False)
+                raise InvalidRequest(message, _FIELD) from error
+            self._passed[digest] = passed = float(result)
+            if len(self._passed) > _RESULTS_MAX:
+                self._passed.popitem(last=False)
+            return passed
