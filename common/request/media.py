@@ -23,6 +23,8 @@ from common.request.preprocessed import BlockExtraInfo, MmObject, TokenIds
 
 # Kind of medium -> key of `multi_modal_data`.
 PART_NAMES: Final[Mapping[str, str]] = {"image": "image_url", "audio": "audio_url"}
+# A small file may stand for a large image; 200 MB when decoded.
+PIXELS_MAX: Final = 1 << 26
 _DATA_URL: Final = re.compile(r"data:([^,;]*)(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _HEAD_CHARS_MAX: Final = 256
 

@@ -18,10 +18,9 @@ import httpx
 
 from common.errors import InvalidRequest
 from frontend_svc.media.addresses import are_public
-from frontend_svc.media.formats import invalid_media
+from frontend_svc.media.formats import MEDIA_TOO_LARGE, invalid_media
 
 MEDIA_REFUSED: Final = "MEDIA_REFUSED"
-MEDIA_TOO_LARGE: Final = "MEDIA_TOO_LARGE"
 MEDIA_UNAVAILABLE: Final = "MEDIA_UNAVAILABLE"
 CONNECTIONS_MAX: Final = 32
 REDIRECTS_MAX: Final = 3

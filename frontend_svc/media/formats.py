@@ -6,8 +6,11 @@ import re
 from typing import Final
 
 from common.errors import InvalidRequest
+from common.request.media import PIXELS_MAX
+from frontend_svc.media.image_size import image_pixels
 
 INVALID_MEDIA: Final = "INVALID_MEDIA"
+MEDIA_TOO_LARGE: Final = "MEDIA_TOO_LARGE"
 _FORMATS: Final = (
     ("image/png", re.compile(rb"\x89PNG\r\n\x1a\n")),
     ("image/jpeg", re.compile(rb"\xff\xd8\xff")),
@@ -25,12 +28,16 @@ _UNKNOWN_TYPES: Final = ("", "application/octet-stream", "binary/octet-stream")
 
 def media_type(kind: str, declared: str, data: bytes, field: str) -> str:
     """Returns the media type of a medium by its first bytes. declared: the type that its source
-    states. Raises InvalidRequest with `field` if either is of another kind."""
+    states. Raises InvalidRequest with `field` if either is of another kind, or if an image has too
+    many pixels."""
     found = next((name for name, magic in _FORMATS if magic.match(data)), "")
     if not found.startswith(f"{kind}/"):
         raise invalid_media(field, f"the content is not a {_NAMES[kind]}")
     if declared not in _UNKNOWN_TYPES and not declared.startswith(f"{kind}/"):
         raise invalid_media(field, f"its type is {declared[:80]!r}, not {kind}/...")
+    if (pixels := image_pixels(found, data)) is not None and pixels > PIXELS_MAX:
+        text = f"the image has {pixels} pixels, at most {PIXELS_MAX}"
+        raise invalid_media(field, text, MEDIA_TOO_LARGE)
     return found
 
 

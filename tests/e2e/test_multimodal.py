@@ -16,6 +16,7 @@ import pytest
 from common.request.media import MediaHashes, content_hash, with_media
 from common.request.preprocessed import TokenIds
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from tests.kit.bombs import MEDIA_BOMBS, image_url
 from tests.kit.oracle import Oracle
 from tests.kit.processes import MODEL, Mesh, Service
 from tests.kit.waiting import WAIT_S, wait_for
@@ -451,3 +452,16 @@ def test_a_migrated_response_is_that_of_an_undisturbed_one(mesh: Mesh) -> None:
                 next(worker for worker in mesh.workers if worker.open_slots()).kill()
             received += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
     assert received == expected
+
+
+@pytest.mark.parametrize("name", MEDIA_BOMBS)
+def test_an_image_with_too_many_pixels_reaches_no_engine(mesh: Mesh, name: str) -> None:
+    media_type, content = MEDIA_BOMBS[name]
+    parts = [text(TEXT), image(image_url(media_type, content))]
+    messages = [{"role": "user", "content": parts}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4}
+    response = mesh.http.post(f"{mesh.url}/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "messages[0].content[1].image_url"
+    assert "pixels, at most" in error["message"]

@@ -166,7 +166,7 @@ def _jpeg(width: int, height: int) -> bytes:
     )
 
 
-def _riff(kind: bytes, data: bytes) -> bytes:
+def riff(kind: bytes, data: bytes) -> bytes:
     body = b"WEBP" + kind + struct.pack("<I", len(data)) + data
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
@@ -176,8 +176,8 @@ MEDIA_BOMBS: Final[Mapping[str, tuple[str, bytes]]] = {
     "a wide PNG": ("image/png", _png(2**30, 1)),
     "a JPEG": ("image/jpeg", _jpeg(65_535, 65_535)),
     "a GIF": ("image/gif", b"GIF89a" + struct.pack("<HH", 65_535, 65_535) + bytes(64)),
-    "a WebP without loss": ("image/webp", _riff(b"VP8L", b"\x2f\xff\xff\xff\x0f" + bytes(64))),
-    "an extended WebP": ("image/webp", _riff(b"VP8X", bytes(4) + b"\xff" * 6 + bytes(64))),
+    "a WebP without loss": ("image/webp", riff(b"VP8L", b"\x2f\xff\xff\xff\x0f" + bytes(64))),
+    "an extended WebP": ("image/webp", riff(b"VP8X", bytes(4) + b"\xff" * 6 + bytes(64))),
 }
 """Media type and content."""
 

@@ -47,6 +47,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.kv.load import Load
+from common.trials.trials import Trials
 from worker_svc.engines.contract import (
     BootstrapInfo,
     EngineConfig,
@@ -71,8 +72,10 @@ from worker_svc.engines.sglang.launch import (
 )
 from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.media import (
+    PREPARE_IMAGES,
     Images,
     ImageWords,
+    check_images,
     image_arguments,
     read_image_model,
 )
@@ -143,6 +146,7 @@ class SglangEngine:
         self._resolved: Mapping[str, Any] = {}
         self._image_words = ImageWords()
         self._image_lock = asyncio.Lock()
+        self._trials = Trials((PREPARE_IMAGES,))
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Starts SGLang and waits for its first response. Call it on the main thread.
@@ -299,6 +303,7 @@ class SglangEngine:
             MultimodalDataItem,
         )
 
+        await check_images(images, self._trials)
         processor = self._engine.tokenizer_manager.processor.image_processor
         async with self._image_lock:  # the processor is not made for threads
             arguments = await asyncio.to_thread(image_arguments, images, processor)

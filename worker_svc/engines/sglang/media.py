@@ -21,12 +21,15 @@ from common.errors import InvalidRequest, Unsupported
 from common.registry.instances import Role
 from common.request.media import (
     PART_NAMES,
+    PIXELS_MAX,
     MediaInput,
     content_hash,
     media_words,
     read_data_url,
 )
 from common.request.preprocessed import MediaUrl, PreprocessedRequest
+from common.trials.trial import Trial, TrialExceeded, TrialLimits, TrialRefused
+from common.trials.trials import Trials
 
 # SGLang's identifiers begin here; it refuses models with more tokens.
 IDENTIFIER_MIN: Final = 1_000_000
@@ -34,8 +37,9 @@ IDENTIFIER_MIN: Final = 1_000_000
 IDENTIFIERS_MAX: Final = 1 << 16
 IMAGES_MAX: Final = 8
 IMAGE_BYTES_MAX: Final = 20 << 20
-# A small file may describe a large image; 200 MB when decoded.
-PIXELS_MAX: Final = 1 << 26
+IMAGE_TRIAL: Final = f"{__name__}:try_images"
+PREPARE_IMAGES: Final = f"{__name__}:prepare_image_trials"
+IMAGE_LIMITS: Final = TrialLimits(cpu_s=10.0, wall_s=60.0, memory_bytes=1 << 30)
 
 _ARGUMENT: Final = "engine_args.enable_multimodal"
 _PART: Final = PART_NAMES["image"]
@@ -151,15 +155,44 @@ def image_arguments(images: Images, image_processor: Any) -> dict[str, Any]:
     return {"image_data": [data], "mm_hashes": hashes}
 
 
+def prepare_image_trials() -> None:
+    """Imports what `try_images` needs."""
+    from PIL import Image  # type: ignore[import-not-found]
+
+    Image.init()
+
+
+def try_images(contents: Sequence[bytes]) -> None:
+    """Decodes images, one after the other: in a trial, before this process does. Raises
+    InvalidRequest for a content that is not an image."""
+    for index, content in enumerate(contents):
+        _decode(content, index)
+
+
+async def check_images(images: Images, trials: Trials) -> None:
+    """Raises InvalidRequest if decoding exceeds a limit. What is invalid within the limits passes:
+    `image_arguments` raises then."""
+    try:
+        await trials.run(Trial(IMAGE_TRIAL, (tuple(images.contents),), IMAGE_LIMITS))
+    except TrialRefused:
+        pass
+    except TrialExceeded as error:
+        field = f"multi_modal_data.{_PART}"
+        text = f"Invalid '{field}': the images cannot be decoded: {error}."
+        raise InvalidRequest(text, field, reason="INVALID_MEDIA") from error
+
+
 def _decode(content: bytes, index: int) -> Any:
     # Installed with SGLang.
-    from PIL import Image  # type: ignore[import-not-found]
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > PIXELS_MAX:
                 raise ValueError(f"{image.width}x{image.height} pixels, at most {PIXELS_MAX}")
             return image.convert("RGB")
+    except MemoryError:  # the limit of a trial
+        raise
     # Pillow raises many types for damaged files.
     except Exception as error:
         field = f"multi_modal_data.{_PART}[{index}]"
