@@ -28,7 +28,7 @@ from common.trials.trial import Trial, TrialLimits
 # What a trial writes first: it has begun.
 BEGUN: Final = b"+"
 # Of the whole process: serving has precedence.
-NICE: Final = 5
+NICE: Final = 10
 _OPEN_FILES_MAX: Final = 16
 
 

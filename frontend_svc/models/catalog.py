@@ -53,6 +53,9 @@ NO_WORKER = "NO_WORKER"
 RECENTLY_SERVED_S = 600.0
 # The builds of this many such models are kept: a returning worker is served at once.
 CACHED_BUILDS_MAX = 4
+# An unusable card is built again after this time: it may have failed for a busy processor.
+REFUSED_S = 30.0
+REFUSALS_MAX = 256
 
 log = structlog.get_logger()
 
@@ -113,6 +116,8 @@ class ModelCatalog:
         self._removed_at: dict[str, float] = {}
         # Adapter -> model, of adapters removed recently.
         self._removed_bases: dict[str, str] = {}
+        # By checksum: the error of a card, and the time at which it is built again.
+        self._refusals: dict[str, tuple[InvalidRequest, float]] = {}
         # By model: what was built last.
         self._build_cache: dict[str, Built[Engine]] = {}
         self._adapters: dict[str, ServedModel] = {}
@@ -391,17 +396,31 @@ class ModelCatalog:
         created = int(self._now_s())
         model = None
         if card is not None and not is_pass_through(entry, card):
+            model = await self._build_model(card, created)
+        name = entry.name
+        return {table: Engine(name, created, entry.checksum, card, model) for table in tables}
+
+    async def _build_model(self, card: ModelCard, created: int) -> ServedModel:
+        """Raises InvalidRequest for an unusable card, also for REFUSED_S after it was refused: a
+        build up to its limits takes a processor."""
+        refusal, until_s = self._refusals.get(card.checksum, (None, 0.0))
+        if refusal is not None and self._now_s() < until_s:
+            raise refusal.copy()
+        try:
             expansion_max = await self._tokenizers.check(card)
             async with self._build_lock:
-                model = await asyncio.to_thread(
+                return await asyncio.to_thread(
                     build_model,
                     card,
                     created=created,
                     mesh_key=self._mesh_key,
                     expansion_max=expansion_max,
                 )
-        name = entry.name
-        return {table: Engine(name, created, entry.checksum, card, model) for table in tables}
+        except InvalidRequest as error:
+            self._refusals[card.checksum] = error.copy(), self._now_s() + REFUSED_S
+            if len(self._refusals) > REFUSALS_MAX:
+                del self._refusals[next(iter(self._refusals))]
+            raise
 
     async def _card(self, entry: ModelEntry) -> tuple[ModelCard | None, str]:
         """Returns the card, or None and the reason: pass-through workers do not need one."""

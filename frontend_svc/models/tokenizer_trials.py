@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import OrderedDict
 from typing import Final
 
@@ -18,9 +17,7 @@ _SLOTS: Final = 2
 _WAITING_MAX: Final = 64
 # Then the catalog tries again.
 _WAIT_S: Final = 300.0
-# Files of which the result is kept, and for how long a refusal counts.
-_RESULTS_MAX: Final = 256
-_REFUSED_S: Final = 600.0
+_PASSED_MAX: Final = 256
 _FIELD: Final = "artifacts.tokenizer.json"
 
 
@@ -31,9 +28,8 @@ class TokenizerTrials:
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
         self._slots = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
-        # SHA-256 of a file -> `expansion_max`; -> its error, and until when that counts.
+        # SHA-256 of a file -> `expansion_max`.
         self._passed: OrderedDict[str, float] = OrderedDict()
-        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     async def check(self, card: ModelCard) -> float:
         """Returns how much the tokenizer may expand a text. Raises InvalidRequest if the file is
@@ -46,18 +42,11 @@ class TokenizerTrials:
         async with self._slots.slot(card.name, loop.time() + _WAIT_S):
             if (passed := self._passed.get(digest)) is not None:
                 return passed
-            message, until_s = self._refused.get(digest, ("", -math.inf))
-            if loop.time() < until_s:
-                raise InvalidRequest(message, _FIELD)
             try:
                 result = await self._trials.run(Trial(TRIAL, (raw,), LIMITS))
             except (TrialRefused, TrialExceeded) as error:
-                message = f"tokenizer.json: {error}"
-                self._refused[digest] = message, loop.time() + _REFUSED_S
-                if len(self._refused) > _RESULTS_MAX:
-                    self._refused.popitem(last=False)
-                raise InvalidRequest(message, _FIELD) from error
+                raise InvalidRequest(f"tokenizer.json: {error}", _FIELD) from error
             self._passed[digest] = passed = float(result)
-            if len(self._passed) > _RESULTS_MAX:
+            if len(self._passed) > _PASSED_MAX:
                 self._passed.popitem(last=False)
             return passed

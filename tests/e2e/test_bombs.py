@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,8 @@ import httpx
 import pytest
 
 from common.errors import InvalidRequest
-from common.registry.card import Artifact, ModelCard
-from common.registry.file import FileRegistry
-from common.registry.instances import Instance
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
-from meshctl.commands.keys import keys as meshctl_keys
+from tests.chaos.bombs import Headers, create_keys, memory_mb, offered
 from tests.e2e.paced_streams import paced_streams
 from tests.kit.bombs import CONSTRAINT_BOMBS, TOKENIZER_BOMBS
 from tests.kit.processes import MODEL, Mesh, mesh_error
@@ -38,25 +33,22 @@ LOAD_GAP_MAX_S = 2.0
 NUMBERS = count()
 
 
-def key_of(path: Path, tenant: str) -> dict[str, str]:
-    with redirect_stdout(io.StringIO()) as output:
-        arguments = ["create", tenant, "--scopes=infer,admin"]
-        assert meshctl_keys([f"--api-keys={path}", *arguments], {}) == 0
-    return {"authorization": f"Bearer {output.getvalue().strip()}"}
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
 
 
 @pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    path = tmp_path_factory.mktemp("keys") / "keys.json"
-    return {"path": {"": str(path)}} | {name: key_of(path, name) for name in ("hostile", "other")}
+def tenants(key_file: Path) -> dict[str, Headers]:
+    return create_keys(key_file)
 
 
 @pytest.fixture(scope="module")
 def mesh(
-    tmp_path_factory: pytest.TempPathFactory, tenants: dict[str, dict[str, str]]
+    tmp_path_factory: pytest.TempPathFactory, key_file: Path, tenants: dict[str, Headers]
 ) -> Iterator[Mesh]:
     with Mesh(tmp_path_factory.mktemp("mesh"), frontends=0, workers=1) as mesh:
-        flags = [f"--api-keys={tenants['path']['']}", f"--grammar-compile-s={COMPILE_S}"]
+        flags = [f"--api-keys={key_file}", f"--grammar-compile-s={COMPILE_S}"]
         mesh.http.headers.update(tenants["other"])
         mesh.spawn("frontend", *flags).wait_ready()
         wait_for(mesh.is_complete, "the frontend uses the router and the worker")
@@ -64,30 +56,18 @@ def mesh(
 
 
 # Any: JSON.
-def complete(mesh: Mesh, headers: dict[str, str], **fields: Any) -> httpx.Response:
+def complete(mesh: Mesh, headers: Headers, **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 20, **fields}
     url = f"{mesh.url}/v1/completions"
-    return mesh.http.post(url, json=body, headers=headers, timeout=WAIT_S)
+    return mesh.http.post(url, json=body, headers=dict(headers), timeout=WAIT_S)
 
 
 def new_constraint() -> dict[str, Any]:
     return {"guided_regex": f"(yes|no){{1,3}} {next(NUMBERS)}"}
 
 
-def memory_mb(pid: int) -> float:
-    """The memory of a process and its children."""
-    try:
-        status = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [(thread / "children").read_text().split() for thread in threads]
-    except OSError:  # it has ended
-        return 0.0
-    own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Pss:"))
-    return own / 1024 + sum(memory_mb(int(child)) for pids in children for child in pids)
-
-
 def test_constraints_without_end_cost_their_tenant_only(
-    mesh: Mesh, tenants: dict[str, dict[str, str]]
+    mesh: Mesh, tenants: dict[str, Headers]
 ) -> None:
     for name in ("hostile", "other"):
         assert complete(mesh, tenants[name], **new_constraint()).status_code == 200
@@ -116,7 +96,7 @@ def test_constraints_without_end_cost_their_tenant_only(
 
 
 def test_masks_without_end_are_refused_before_a_worker_computes_them(
-    mesh: Mesh, tenants: dict[str, dict[str, str]]
+    mesh: Mesh, tenants: dict[str, Headers]
 ) -> None:
     response = complete(mesh, tenants["other"], **CONSTRAINT_BOMBS["masks that take long"])
     assert response.status_code == 400, response.text
@@ -151,37 +131,11 @@ def test_a_worker_does_not_compile_what_exceeds_its_limits(mesh: Mesh) -> None:
     wait_for(lambda: memory_mb(worker.pid) < 1.1 * before_mb, "the memory is free again")
 
 
-@asynccontextmanager
-async def offered(folder: Path, name: str, files: dict[str, bytes]) -> AsyncIterator[None]:
-    """A card in the registry, with a worker that does not respond."""
-    registry = FileRegistry(folder / "registry")
-    artifacts = {file: Artifact.of(content) for file, content in files.items()}
-    card = ModelCard(name=name, artifacts=artifacts)
-    await registry.put_card(card)
-    address = "127.0.0.1:9"
-    worker = Instance(
-        next(NUMBERS) + 1,
-        "default",
-        "worker",
-        "",
-        address,
-        model=name,
-        card_checksum=card.checksum,
-        kv_index="none",
-    )
-    lease = await registry.register(worker)
-    try:
-        yield
-    finally:
-        await lease.close()
-        await registry.close()
-
-
 @pytest.mark.parametrize(
     "name", ["hidden replacements", "an id of 32 bits", "an expanding decoder"]
 )
 def test_a_card_whose_tokenizer_has_no_end_disables_its_model_only(
-    mesh: Mesh, tenants: dict[str, dict[str, str]], name: str
+    mesh: Mesh, tenants: dict[str, Headers], name: str
 ) -> None:
     before_mb = memory_mb(mesh.frontend.pid)
     model = f"bomb{next(NUMBERS)}"

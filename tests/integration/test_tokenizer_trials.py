@@ -31,7 +31,7 @@ def card(name: str, tokenizer: bytes) -> ModelCard:
 async def test_a_tokenizer_without_end_is_refused_and_others_pass(
     trials: Trials, name: str
 ) -> None:
-    tokenizers, loop = TokenizerTrials(trials), asyncio.get_running_loop()
+    tokenizers = TokenizerTrials(trials)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     bomb = card("bomb", TOKENIZER_BOMBS[name]())
     refused = asyncio.create_task(tokenizers.check(bomb))
@@ -41,9 +41,5 @@ async def test_a_tokenizer_without_end_is_refused_and_others_pass(
         await refused
     print(error.value.message)
     assert error.value.field == "artifacts.tokenizer.json"
-    begin = loop.time()
-    with pytest.raises(InvalidRequest):
-        await tokenizers.check(bomb)
-    assert loop.time() - begin < 0.1, "the result is kept"
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
     assert grown_kb < 50_000

@@ -186,7 +186,8 @@ TEMPLATE_BOMBS: Final[Mapping[str, str]] = {
     "a large text": "{{ 'A' * 3000000000 }}",
     "a growing text": "{% set n = namespace(t='ab') %}{% for i in range(60) %}"
     "{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
-    "a recursive macro": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "replacements of text": "{{ ('a' * 9999) | replace('a', 'a' * 9999)"
+    " | replace('a', 'a' * 9999) }}",
 }
 """Sources of chat templates, which fail when they are loaded or rendered."""
 

@@ -15,11 +15,24 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupported
+from common.errors import (
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
 from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot, diff_snapshots
-from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
+from frontend_svc.models import catalog
+from frontend_svc.models.catalog import (
+    CACHED_BUILDS_MAX,
+    RECENTLY_SERVED_S,
+    REFUSED_S,
+    ModelCatalog,
+)
 from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
 from tests.kit.catalogs import follow_and_load
@@ -532,3 +545,25 @@ async def test_a_model_without_a_card_reads_the_store_each_time_it_joins() -> No
         assert models.engine("chatty", "chat").card is found
         await follow_and_load(models, snapshot())
         table.cards[chatty.checksum] = chatty
+
+
+def test_an_unusable_card_is_built_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        builds: list[float] = []
+        table = Table(A)
+
+        def refuse(*_: object, **__: object) -> None:
+            builds.append(table.now)
+            raise InvalidRequest("its template has no end", "artifacts")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog, "build_model", refuse)
+            for _ in range(3):
+                assert not await follow_and_load(table.models, snapshot(worker(1, A)))
+            assert table.models.not_ready["a"] == "its template has no end"
+            assert len(builds) == 1
+        table.now += REFUSED_S
+        assert await follow_and_load(table.models, snapshot(worker(1, A)))
+        assert table.models.names() == {"a"}
+
+    run_virtually(body())
