@@ -407,14 +407,14 @@ class ModelCatalog:
         if refusal is not None and self._now_s() < until_s:
             raise refusal.copy()
         try:
-            expansion_max = await self._tokenizers.check(card)
+            tried = await self._tokenizers.check(card)
             async with self._build_lock:
                 return await asyncio.to_thread(
                     build_model,
                     card,
                     created=created,
                     mesh_key=self._mesh_key,
-                    expansion_max=expansion_max,
+                    tried=tried,
                 )
         except InvalidRequest as error:
             self._refusals[card.checksum] = error.copy(), self._now_s() + REFUSED_S

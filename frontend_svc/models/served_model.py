@@ -16,9 +16,9 @@ from common.errors import InvalidRequest
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.request.preprocessed import RoutingHints, TokenIds
-from frontend_svc.models.tokenizer_files import load_tokenizer
+from frontend_svc.models.tokenizer_files import TriedTokenizer, load_tokenizer
 from frontend_svc.prompts.control_tokens import ControlTokens
-from frontend_svc.prompts.encoder import Encode, PieceEncoder, find_control_tokens
+from frontend_svc.prompts.encoder import Encode, PieceEncoder
 from frontend_svc.prompts.prompt import Prompt, TemplateError
 from frontend_svc.prompts.template_process import TemplateProcess
 from frontend_svc.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
@@ -206,12 +206,16 @@ class ServedModel:
 
 
 def build_model(
-    card: ModelCard, *, created: int, mesh_key: bytes, expansion_max: float = 1.0
+    card: ModelCard, *, created: int, mesh_key: bytes, tried: TriedTokenizer
 ) -> ServedModel:
-    """Returns the model of a card that has passed its trial, which returned `expansion_max`. Raises
-    InvalidRequest with the unusable artifact as field."""
+    """Returns the model of a card whose tokenizer has passed its trial. Raises InvalidRequest with
+    the unusable artifact as field."""
     config = _json_artifact(card, "tokenizer_config.json")
     raw = _artifact(card, "tokenizer.json")
+    allows_control = card.control_tokens_in_text
+    control_tokens = ControlTokens(() if allows_control else tried.control_tokens)
+    # Before the tokenizer, whose memory is not free again if the template is unusable.
+    template = _template(card, config, control_tokens)
     parts = load_tokenizer(raw)
     tokenizer, vocabulary = parts.tokenizer, parts.vocabulary
     if parts.slow_detokenizer_reason:
@@ -226,8 +230,6 @@ def build_model(
     markers += HARMONY_MARKERS if is_harmony else ()
     if reasoning is not None:
         markers += (reasoning.begin, reasoning.end)
-    allows_control = card.control_tokens_in_text
-    control_tokens = ControlTokens(()) if allows_control else find_control_tokens(tokenizer)
     return ServedModel(
         card=card,
         checksum=card.checksum,
@@ -235,13 +237,13 @@ def build_model(
         tokenizer=tokenizer,
         encode_text=parts.encode_text,
         encodes_fast=not parts.slow_encoder_reason,
-        expansion_max=expansion_max,
+        expansion_max=tried.expansion_max,
         control_tokens=control_tokens,
         piece_encoder=PieceEncoder(raw, control_tokens),
         vocabulary=vocabulary,
         vocab_size=parts.vocab_size,
         max_bytes_per_token=parts.max_bytes_per_token,
-        template=_template(card, config, control_tokens),
+        template=template,
         hasher=_hasher(card, mesh_key),
         call_format=call_format,
         reasoning_format=reasoning,

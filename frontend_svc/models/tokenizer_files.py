@@ -54,6 +54,16 @@ class TokenizerParts:
     max_bytes_per_token: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class TriedTokenizer:
+    """The result of a trial."""
+
+    expansion_max: float
+    """See `prompts/expansion.py`."""
+    control_tokens: tuple[str, ...]
+    """Contents of the control tokens."""
+
+
 def load_tokenizer(raw: bytes) -> TokenizerParts:
     """Returns the parts of a file that has passed its trial. Raises InvalidRequest."""
     try:
@@ -86,9 +96,9 @@ def prepare() -> None:
     """Does nothing: this module is imported then."""
 
 
-def try_tokenizer(raw: bytes) -> float:
-    """Loads a file as `load_tokenizer`, and encodes samples. Returns how much it may expand a text.
-    Raises ValueError, which names what is wrong with it."""
+def try_tokenizer(raw: bytes) -> tuple[float, tuple[str, ...]]:
+    """Loads a file as `load_tokenizer`, and encodes samples. Returns the fields of
+    `TriedTokenizer`. Raises ValueError, which names what is wrong with the file."""
     try:
         spec = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -116,7 +126,7 @@ def try_tokenizer(raw: bytes) -> float:
     if control.contents:
         with contextlib.suppress(BaseException):
             PieceEncoder(raw, control).encode(["a", control.contents[0], "b"])
-    return factor
+    return factor, control.contents
 
 
 def _timed(call: Callable[[], R], limit_s: float, purpose: str) -> R:

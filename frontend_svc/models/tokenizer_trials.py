@@ -11,7 +11,7 @@ from common.registry.card import ModelCard
 from common.trials.fair_slots import FairSlots
 from common.trials.trial import Trial, TrialExceeded, TrialRefused
 from common.trials.trials import Trials
-from frontend_svc.models.tokenizer_files import LIMITS, TRIAL
+from frontend_svc.models.tokenizer_files import LIMITS, TRIAL, TriedTokenizer
 
 _SLOTS: Final = 2
 _WAITING_MAX: Final = 64
@@ -28,15 +28,15 @@ class TokenizerTrials:
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
         self._slots = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
-        # SHA-256 of a file -> `expansion_max`.
-        self._passed: OrderedDict[str, float] = OrderedDict()
+        # By SHA-256 of a file.
+        self._passed: OrderedDict[str, TriedTokenizer] = OrderedDict()
 
-    async def check(self, card: ModelCard) -> float:
-        """Returns how much the tokenizer may expand a text. Raises InvalidRequest if the file is
-        invalid or exceeds a limit, and Unavailable if no process can be started."""
+    async def check(self, card: ModelCard) -> TriedTokenizer:
+        """Raises InvalidRequest if the card's file is invalid or exceeds a limit, Overloaded if the
+        trial gets no processor, and Unavailable if no process can be started."""
         artifact = card.artifacts.get("tokenizer.json")
         if artifact is None or (raw := artifact.inline) is None:
-            return 1.0  # `build_model` refuses the card
+            return TriedTokenizer(1.0, ())  # `build_model` refuses the card
         digest = artifact.sha256
         loop = asyncio.get_running_loop()
         async with self._slots.slot(card.name, loop.time() + _WAIT_S):
@@ -46,7 +46,9 @@ class TokenizerTrials:
                 result = await self._trials.run(Trial(TRIAL, (raw,), LIMITS))
             except (TrialRefused, TrialExceeded) as error:
                 raise InvalidRequest(f"tokenizer.json: {error}", _FIELD) from error
-            self._passed[digest] = passed = float(result)
+            factor, control_tokens = result
+            passed = TriedTokenizer(float(factor), tuple(map(str, control_tokens)))
+            self._passed[digest] = passed
             if len(self._passed) > _PASSED_MAX:
                 self._passed.popitem(last=False)
             return passed
