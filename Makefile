@@ -27,7 +27,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos storm soak churn scale router-kills setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos storm soak churn scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -122,6 +122,9 @@ scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and
 
 router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
+
+bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without end, beside streams (two minutes); last line is JSON
+	$(BIN)/python -m tests.chaos.bombs $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh
