@@ -147,6 +147,7 @@ class Run:
                     last = now
             if response.status_code != 200:
                 self.failures.append(f"stream: {response.status_code}")
+                # Sleep: the pace of a client that tries again.
                 await asyncio.sleep(1.0)
 
     async def constraints(self) -> None:
@@ -158,6 +159,7 @@ class Run:
             self.waits_s.append(time.perf_counter() - begin)
             if response.status_code != 200:
                 self.failures.append(f"constraint: {response.text[:200]}")
+            # Sleep: the pace of the tenant.
             await asyncio.sleep(CONSTRAINT_PAUSE_S)
 
     # Any: JSON.

@@ -233,7 +233,7 @@ class Mesh:
         indexer_flags: Sequence[str] = (),
         worker_module: str = "",
     ) -> None:
-        self.folder = folder
+        self._folder = folder
         counts = (indexers, workers, prefill, decode, routers, frontends)
         self._service_counts = dict(zip(KINDS, counts, strict=True))
         self._flags = {
@@ -269,16 +269,20 @@ class Mesh:
         for service in self.services:
             service.close()
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
     def spawn(self, kind: str, *flags: str) -> Service:
         """Starts one more process; call its `wait_ready`. flags: more flags."""
         number = self._started[kind] = self._started.get(kind, 0) + 1
         service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
-        registry = f"--registry-path={self.folder / 'registry'}"
+        registry = f"--registry-path={self._folder / 'registry'}"
         service = Service(
             service_name,
             [registry, *self._flags[service_name], *role, *flags],
-            self.folder,
+            self._folder,
             f"{kind}-{number}",
             kind=kind,
             module=self._modules.get(service_name, ""),

@@ -43,8 +43,10 @@ _Mask = NDArray[np.bool_]
 class ConstraintCompiler:
     """Compiles constraints for the vocabulary of one model.
 
-    tokenizer_json: content of the file. word_ids: ids of the model's words. eos_id: ends the output
-    cpu_time: of the calling thread, in seconds.
+    - tokenizer_json: content of the file.
+    - word_ids: ids of the model's words.
+    - eos_id: ends the output.
+    - cpu_time: of the calling thread, in seconds.
     """
 
     def __init__(
