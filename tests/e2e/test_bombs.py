@@ -88,7 +88,11 @@ def test_constraints_without_end_cost_their_tenant_only(
     assert slowest_s < SERVED_S
     assert {answer.status_code for answer in answers} <= {400, 503}
     refused = [answer.json()["error"] for answer in answers if answer.status_code == 400]
-    assert refused, "the first one is compiled up to its limit"
+    for _ in range(10):  # on a busy machine the first ones may get no processor
+        if not refused:
+            again = complete(mesh, tenants["hostile"], **bombs[0])
+            refused = [again.json()["error"]] if again.status_code == 400 else []
+    assert refused, "one is compiled up to its limit"
     for error in refused:
         assert error["param"] == "guided_json"
         assert "more than 1 s to compile" in error["message"]

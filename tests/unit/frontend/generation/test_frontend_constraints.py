@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.request.preprocessed import GuidedDecoding
 from common.trials.constraints import PREPARE
 from common.trials.fair_trials import FairTrials
@@ -47,21 +47,36 @@ def of_regex(regex: str) -> Constraint:
     return Constraint(GuidedDecoding(regex=regex), "guided_regex")
 
 
+async def refusal(checks: ConstraintChecks, constraint: Constraint) -> InvalidRequest:
+    """The error of a constraint; on a busy machine the first trials may get no processor."""
+    for _ in range(10):
+        try:
+            await checks.check(constraint, "tenant")
+        except InvalidRequest as error:
+            return error
+        except Overloaded:
+            continue
+    raise AssertionError("the constraint passed, or got no processor")
+
+
 async def test_a_constraint_without_end_delays_no_others(trials: Trials) -> None:
     checks = ConstraintChecks(FairTrials(trials), 0.5)
     loop = asyncio.get_running_loop()
     await checks.check(of_regex("a+"), "tenant")
     schema = CONSTRAINT_BOMBS["an intersection of digits"]["guided_json"]
     bomb = Constraint(GuidedDecoding(json=schema), "guided_json")
-    refused = asyncio.create_task(checks.check(bomb, "tenant"))
-    for number, tenant in enumerate(("tenant", "other", "third")):
-        begin = loop.time()
-        await checks.check(of_regex(f"b{number}"), tenant)
-        print(f"{tenant}: {loop.time() - begin:.3f} s")
-    assert not refused.done()
-    with pytest.raises(InvalidRequest, match=r"more than 0\.5 s to compile") as error:
-        await refused
-    assert error.value.field == "guided_json"
+    refused = asyncio.create_task(refusal(checks, bomb))
+    try:
+        for number, tenant in enumerate(("tenant", "other", "third")):
+            begin = loop.time()
+            await checks.check(of_regex(f"b{number}"), tenant)
+            print(f"{tenant}: {loop.time() - begin:.3f} s")
+        assert not refused.done()
+        error = await refused
+    finally:
+        refused.cancel()
+    assert "more than 0.5 s to compile" in error.message
+    assert error.field == "guided_json"
 
 
 async def test_a_constraint_that_passed_needs_no_other_trial() -> None:
