@@ -110,7 +110,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         max_tokens = None if template is None else template.max_completion_tokens
         requests = _preprocessed(body, model, token_lists, guided, max_tokens)
         self._address(context, model, requests)
-        requests = await self._with_media(body, model, requests)
+        requests = await self._with_media(context, body, model, requests)
         context.progress.request, context.progress.base_model = requests[0], model.base
         prompt_tokens = check_total_tokens(requests)
         _count_prompts(context, body, requests, prompt_tokens, meter)
@@ -130,6 +130,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
 
     async def _with_media(
         self,
+        context: HttpRequest,
         body: ChatRequest | CompletionRequest,
         model: ServedModel,
         requests: list[PreprocessedRequest],
@@ -137,7 +138,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         """Returns the requests with the media of their prompt."""
         if not isinstance(body, ChatRequest) or not (parts := media_parts(body)):
             return requests
-        media = await self._media.load(parts, model.card.media)
+        media = await self._media.load(parts, model.card.media, context.caller.tenant)
         block_size = model.hasher.block_size
         return [add_media(request, media, model.card.media, block_size) for request in requests]
 

@@ -1,4 +1,4 @@
-"""Fetches media from URLs of clients, from public addresses only.
+"""Fetches media from URLs of clients, from public addresses only, with a fair share by tenant.
 
 Each connection goes to an address that was checked after the only resolution of its name, so a name
 that changes its address between check and use (DNS rebinding) has no effect. This also covers
@@ -17,12 +17,14 @@ import httpcore
 import httpx
 
 from common.errors import InvalidRequest
+from frontend_svc.access.fair_slots import FairSlots
 from frontend_svc.media.addresses import are_public
 from frontend_svc.media.formats import MEDIA_TOO_LARGE, invalid_media
 
 MEDIA_REFUSED: Final = "MEDIA_REFUSED"
 MEDIA_UNAVAILABLE: Final = "MEDIA_UNAVAILABLE"
-CONNECTIONS_MAX: Final = 32
+# A tenant may use as many as are free: alone it uses half of them.
+CONNECTIONS_MAX: Final = 64
 REDIRECTS_MAX: Final = 3
 _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
@@ -66,6 +68,8 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             addresses = await self._resolve(host, port)
         except OSError:
             raise httpcore.ConnectError(f"{host!r} has no address") from None
+        except UnicodeError:  # a label that is empty or above 63 characters
+            raise _Refused(f"{host!r} is not a valid host name") from None
         if not is_allowed and not are_public(addresses):
             raise _Refused(f"{host!r} has an address that is not public")
         for number, address in enumerate(addresses, 1):
@@ -93,16 +97,22 @@ class MediaFetcher:
         self, *, hosts: Collection[str], timeout_s: float, resolve: Resolve = resolve
     ) -> None:
         self._timeout_s = timeout_s
+        self._slots = FairSlots(CONNECTIONS_MAX)
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=CONNECTIONS_MAX,
             max_keepalive_connections=0,
             network_backend=_CheckedNetwork(hosts, resolve),
         )
 
-    async def fetch(self, url: str, bytes_max: int, field: str) -> tuple[str, bytes]:
-        """Returns declared media type and content. Raises InvalidRequest with `field`."""
+    async def fetch(
+        self, url: str, bytes_max: int, field: str, tenant: str = ""
+    ) -> tuple[str, bytes]:
+        """Returns declared media type and content. Raises InvalidRequest with `field`.
+
+        - tenant: takes a connection of its share, and waits for one within the time limit.
+        """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._slots.slot(tenant):
                 return await self._follow(url, bytes_max, field)
         except TimeoutError:
             text = f"the medium did not arrive within {self._timeout_s:g} s"
@@ -131,9 +141,10 @@ def _parse(url: str | httpx.URL, location: str = "") -> httpx.URL:
     """Returns the URL, or that of a redirect from it. Raises _Refused."""
     try:
         parsed = httpx.URL(url).join(location)
-    except httpx.InvalidURL as error:
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: of the host's IDNA
         raise _Refused(f"not a valid URL: {error}") from None
-    if parsed.scheme not in _PORTS or not parsed.host:
+    if parsed.scheme not in _PORTS or not host:
         raise _Refused("not a URL of http or https")
     if parsed.userinfo:
         raise _Refused("the URL contains a user name")

@@ -25,16 +25,21 @@ class MediaLoader:
         self._bytes_max = bytes_max
 
     async def load(
-        self, parts: Sequence[MediaPart], inputs: Mapping[str, MediaInput]
+        self, parts: Sequence[MediaPart], inputs: Mapping[str, MediaInput], tenant: str = ""
     ) -> list[Medium]:
         """Returns the media of the parts, in their order. Raises InvalidRequest with the field of
-        the part that cannot be loaded."""
+        the part that cannot be loaded.
+
+        - tenant: see `MediaFetcher.fetch`.
+        """
         limits = {
             kind: min(self._bytes_max, media_input.bytes_max)
             for kind, media_input in inputs.items()
         }
         async with TaskGroup() as group:
-            tasks = [group.create_task(self._load(part, limits[part.kind])) for part in parts]
+            tasks = [
+                group.create_task(self._load(part, limits[part.kind], tenant)) for part in parts
+            ]
         media, total = [], 0
         for part, task in zip(parts, tasks, strict=True):
             medium, size = task.result()
@@ -45,7 +50,7 @@ class MediaLoader:
                 raise invalid_media(part.field, text, MEDIA_TOO_LARGE)
         return media
 
-    async def _load(self, part: MediaPart, bytes_max: int) -> tuple[Medium, int]:
+    async def _load(self, part: MediaPart, bytes_max: int, tenant: str) -> tuple[Medium, int]:
         """Returns the medium and its size in bytes."""
         if part.url[:5].lower() == "data:":
             # Four characters have three bytes.
@@ -57,7 +62,7 @@ class MediaLoader:
         if self._fetcher is None:
             text = "this server fetches no URLs (--media-urls); send the content as a data: URL"
             raise invalid_media(part.field, text, MEDIA_REFUSED)
-        declared, data = await self._fetcher.fetch(part.url, bytes_max, part.field)
+        declared, data = await self._fetcher.fetch(part.url, bytes_max, part.field, tenant)
         return await asyncio.to_thread(_encode, part, declared, data)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
 from common.errors import InvalidRequest
 from frontend_svc.media.addresses import are_public
-from frontend_svc.media.fetcher import MediaFetcher
+from frontend_svc.media.fetcher import CONNECTIONS_MAX, MediaFetcher
+from tests.kit.waiting import until
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "2a00:1450:4001::1"]
 OTHERS = [
@@ -68,3 +70,79 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_used() -> None
     assert connections == 1
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("a" * 64 + ".example", "a..example", ".example", "xn--a", "xn--\u00fc.example"),
+        *("\u2024.example", "\u00ad", "xn--" + "a" * 60 + ".example", "a" * 300),
+        *("\u0628a.example", "-\u00fc.example", "a%00b.example"),
+    ],
+)
+async def test_a_host_that_is_no_valid_name_is_refused_with_the_field(host: str) -> None:
+    fetcher = MediaFetcher(hosts=(), timeout_s=5)
+    for url in (f"http://{host}/a.png", f"https://{host}:443/a.png"):
+        with pytest.raises(InvalidRequest) as raised:
+            await fetcher.fetch(url, 100, "messages[0].content[1].image_url")
+        assert raised.value.field == "messages[0].content[1].image_url"
+        assert raised.value.reason in ("MEDIA_REFUSED", "MEDIA_UNAVAILABLE")
+
+
+Respond = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def site(respond: Respond) -> AsyncIterator[str]:
+    """Serves on loopback; yields host and port."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await respond(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_slow_urls_of_a_tenant_leave_connections_for_other_tenants() -> None:
+    slow, released = 0, asyncio.Event()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal slow
+        if b"/slow" in await reader.readline():
+            slow += 1
+            await released.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n" + PNG)
+        await writer.drain()
+
+    async with site(respond) as host:
+        fetcher = MediaFetcher(hosts={host}, timeout_s=20)
+        slow_urls = [
+            asyncio.create_task(fetcher.fetch(f"http://{host}/slow", 100, "x", "greedy"))
+            for _ in range(2 * CONNECTIONS_MAX)
+        ]
+        await until(lambda: slow == CONNECTIONS_MAX // 2, "the tenant uses its share")
+        for number in range(8):
+            async with asyncio.timeout(5):
+                found = await fetcher.fetch(f"http://{host}/fast", 100, "x", f"other-{number}")
+            assert found == ("", PNG)
+        assert slow == CONNECTIONS_MAX // 2
+        released.set()
+        assert [await task for task in slow_urls] == [("", PNG)] * len(slow_urls)
+
+
+async def test_a_url_that_waits_for_the_share_of_its_tenant_has_the_time_limit() -> None:
+    async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await writer.wait_closed()
+
+    async with site(respond) as host:
+        fetcher = MediaFetcher(hosts={host}, timeout_s=0.3)
+        urls = [
+            fetcher.fetch(f"http://{host}/slow", 100, "x", "greedy") for _ in range(CONNECTIONS_MAX)
+        ]
+        for result in await asyncio.gather(*urls, return_exceptions=True):
+            assert isinstance(result, InvalidRequest)
+            assert result.reason == "MEDIA_UNAVAILABLE"
