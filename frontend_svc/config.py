@@ -89,8 +89,8 @@ class FrontendConfig(ServiceConfig):
     media_limit_mb: Annotated[int, Field(ge=1, le=40)] = 32
     """Largest size in MB of all media of a request. With base64 it must fit into a gRPC message."""
     response_store_mb: NonNegativeInt = 256
-    """Memory in MB for stored responses (`/v1/responses`). The oldest are removed first. 0: none
-    are stored."""
+    """Memory in MB for stored responses (`/v1/responses`). Above it the oldest of the tenant that
+    stores the most are removed. 0: none are stored."""
     response_ttl_s: PositiveFloat = 86_400.0
     """Seconds after which a stored response is removed."""
     audit_log: str = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 # Memory of an entry and of an item apart from their bytes.
 _ENTRY_OVERHEAD_BYTES = 600
@@ -29,14 +30,19 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps responses for `ttl_s` seconds, and the newest ones within `bytes_max`. `now`: seconds
-    on any monotonic clock."""
+    """Keeps responses for `ttl_s` seconds, within `bytes_max`. `now`: seconds on any monotonic
+    clock.
+
+    A full store removes the oldest response of the tenant whose responses are the largest together.
+    So a tenant may use what others do not, and keeps its equal part whatever the others store.
+    """
 
     def __init__(self, bytes_max: int, ttl_s: float) -> None:
         self._bytes_max = bytes_max
         self._ttl_s = ttl_s
         # Oldest first; with the time at which each expires.
         self._entries: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()
+        self._tenants: dict[str, _TenantPart] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -44,10 +50,14 @@ class ResponseStore:
 
     def put(self, response_id: str, stored: StoredResponse, now: float) -> None:
         self._entries[response_id] = stored, now + self._ttl_s
+        part = self._tenants.setdefault(stored.tenant, _TenantPart())
+        part.ids[response_id] = None
+        part.bytes += stored.size
         self.bytes += stored.size
         self._remove_expired(now)
         while self.bytes > self._bytes_max:
-            self._remove(next(iter(self._entries)))
+            largest = max(self._tenants.values(), key=attrgetter("bytes"))
+            self._remove(next(iter(largest.ids)))
 
     def get(self, response_id: str, now: float) -> StoredResponse | None:
         self._remove_expired(now)
@@ -75,4 +85,19 @@ class ResponseStore:
 
     def _remove(self, response_id: str) -> None:
         stored, _ = self._entries.pop(response_id)
+        part = self._tenants[stored.tenant]
+        del part.ids[response_id]
+        part.bytes -= stored.size
         self.bytes -= stored.size
+        if not part.ids:
+            del self._tenants[stored.tenant]
+
+
+@dataclass(slots=True)
+class _TenantPart:
+    """What one tenant stores."""
+
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Oldest first."""
+
+    bytes: int = 0

@@ -22,8 +22,8 @@ from frontend_svc.responses.store import ResponseStore, StoredResponse
 ITEMS = [orjson.dumps({"id": f"msg_{number}"}) for number in range(25)]
 
 
-def stored(size: int) -> StoredResponse:
-    return StoredResponse(b"x" * size, (b"item",))
+def stored(size: int, tenant: str = "") -> StoredResponse:
+    return StoredResponse(b"x" * size, (b"item",), tenant)
 
 
 def test_a_response_expires_after_its_time() -> None:
@@ -43,6 +43,26 @@ def test_the_oldest_responses_are_removed_when_the_store_is_full() -> None:
     assert (len(store), store.bytes) == (0, 0)
 
 
+def test_a_tenant_that_stores_more_than_its_part_removes_its_own_oldest_responses() -> None:
+    store = ResponseStore(10 * stored(1000).size, 60.0)
+    for number in range(4):
+        store.put(f"quiet-{number}", stored(1000, "quiet"), 0.0)
+    for number in range(100):
+        store.put(f"flood-{number}", stored(1000, "flood"), 1.0)
+    assert all(store.get(f"quiet-{number}", 2.0) for number in range(4))
+    assert [n for n in range(100) if store.get(f"flood-{n}", 2.0)] == [94, 95, 96, 97, 98, 99]
+
+    # A tenant that stores more than the others takes back no more than its equal part.
+    for number in range(4, 8):
+        store.put(f"quiet-{number}", stored(1000, "quiet"), 3.0)
+    assert [n for n in range(8) if store.get(f"quiet-{n}", 4.0)] == [3, 4, 5, 6, 7]
+    assert [n for n in range(100) if store.get(f"flood-{n}", 4.0)] == [95, 96, 97, 98, 99]
+
+    # One response above the limit removes none of another tenant.
+    store.put("huge", stored(100_000, "third"), 5.0)
+    assert (len(store), store.get("huge", 5.0)) == (10, None)
+
+
 def test_a_deleted_response_is_gone() -> None:
     store = ResponseStore(10_000, 60.0)
     store.put("a", stored(1), 0.0)
@@ -57,7 +77,7 @@ def test_the_store_never_exceeds_its_limit(steps: list[tuple[int, int, float]]) 
     for number, (name, size, passed_s) in enumerate(steps):
         now += passed_s
         if name < 7:
-            store.put(f"{number}", stored(size), now)
+            store.put(f"{number}", stored(size, f"tenant-{name % 3}"), now)
         else:
             store.delete(f"{number - name}", now)
         assert 0 <= store.bytes <= 8000
