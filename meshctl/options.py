@@ -1,7 +1,7 @@
 """Command lines of meshctl.
 
 The flags configure meshctl itself. Settings of one service are variables (`KVMESH_WORKER_...`),
-which every service inherits.
+which every service receives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from pydantic import (
     PositiveInt,
 )
 
-from common.runtime.config import PREFIX, Port, ServiceConfig, read_config_or_exit, suggest
+from common.runtime.config import (
+    PREFIX,
+    Names,
+    Port,
+    ServiceConfig,
+    read_config_or_exit,
+    suggest,
+)
 from common.runtime.plugins import ENGINES, check_plugin_name
 
 _REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
@@ -97,6 +104,10 @@ class UpOptions(ServiceConfig):
     live_failures_max: NonNegativeInt = 20
     """Failed liveness checks in a row, one every 3 s, after which a service that was live is killed
     and started again. 0: never."""
+    pass_environ: Names = ()
+    """More variables of this environment that the services receive, such as MY_ENGINE_*. By default
+    they receive KVMESH_* and what their libraries and engines read: paths, languages, proxies,
+    Python, OpenTelemetry, CUDA, NCCL, SGLang and Hugging Face."""
     sample: bool = False
     """Once ready, send one chat request and print the response as it arrives."""
     once: bool = False

@@ -69,7 +69,7 @@ class CannotStart(Exception):
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
-    launcher = ProcessLauncher(options.log_dir, environ)
+    launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ)
     screen = Screen(
         sys.stdout,
         sys.stderr,

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from common.registry.instances import parse_json
 from common.runtime.ready_line import ReadyLineReader
 from meshctl.process import parent_guard
+from meshctl.process.environment import service_environment
 from meshctl.services import ServiceSpec
 
 LOG_BYTES_MAX = 16 << 20
@@ -137,9 +138,16 @@ class ProcessLauncher:
     LOG_BYTES_MAX: a running service writes to the file directly.
     """
 
-    def __init__(self, log_dir: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, log_dir: Path, environ: Mapping[str, str], pass_environ: Sequence[str] = ()
+    ) -> None:
+        """
+        - environ: of this process; a service receives the part that it needs.
+        - pass_environ: see `UpOptions`.
+        """
         self._log_dir = log_dir
-        self._environ = dict(environ)
+        self._environ = environ
+        self._pass_environ = pass_environ
         self._log_offsets: dict[str, int] = {}
 
     def log_path(self, name: str) -> Path:
@@ -150,7 +158,8 @@ class ProcessLauncher:
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
-            popen = self._popen(spec.name, with_parent_guard(command), write_end)
+            environ = service_environment(self._environ, spec.module, self._pass_environ)
+            popen = self._popen(spec.name, with_parent_guard(command), environ, write_end)
         except BaseException:
             os.close(read_end)
             raise
@@ -177,7 +186,9 @@ class ProcessLauncher:
         except OSError:
             return 0
 
-    def _popen(self, name: str, command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
+    def _popen(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], fd: int
+    ) -> subprocess.Popen[bytes]:
         path = self.log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         needs_rotation = name not in self._log_offsets or path.stat().st_size > LOG_BYTES_MAX
@@ -191,6 +202,6 @@ class ProcessLauncher:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(fd,),
-                env=self._environ,
+                env=environ,
                 start_new_session=True,
             )

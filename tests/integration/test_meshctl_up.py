@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
@@ -159,7 +159,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def meshctl(folder: Path, *flags: str, port: int = 0) -> AsyncIterator[Mesh]:
+async def meshctl(
+    folder: Path, *flags: str, port: int = 0, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Mesh]:
+    """Runs `meshctl up` in the folder.
+
+    - environ: more variables.
+    """
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,
@@ -173,7 +179,11 @@ async def meshctl(folder: Path, *flags: str, port: int = 0) -> AsyncIterator[Mes
             *flags,
         ),
         cwd=folder,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}",
+            **(environ or {}),
+        },
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -410,6 +420,35 @@ async def test_a_mesh_that_does_not_serve_its_model_in_time_is_stopped(folder: P
     assert "not ready within 3 s" in errors
     assert "lists ['other'], not 'sim'" in errors
     assert mesh.registered() == []
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    raw = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in raw.split("\0") if entry)
+
+
+async def test_services_receive_their_own_variables_and_no_secrets_of_the_caller(
+    folder: Path,
+) -> None:
+    mesh_wide = {"KVMESH_LOG_LEVEL": "debug", "LANG": "C.UTF-8", "HTTPS_PROXY": "http://p:1"}
+    engine = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "HF_HOME": "/models"}
+    passed = {"MY_ENGINE_KEY": "k", "OTHER": "o"}
+    secrets = {"OPENAI_API_KEY": "sk-1", "ANTHROPIC_API_KEY": "sk-2", "AWS_SECRET_ACCESS_KEY": "s"}
+    environ = mesh_wide | engine | passed | secrets
+    flags = ["--pass-environ", "MY_ENGINE_*,OTHER"]
+    # The command of the user has the whole environment.
+    script = "import os; print('command has', os.environ['OPENAI_API_KEY'], flush=True)"
+    command = ["--then", sys.executable, "-c", script]
+    async with meshctl(folder, *flags, *command, environ=environ) as mesh:
+        await mesh.line("command has sk-1")
+        for name in ("frontend-0", "router", "worker-0", "worker-1"):
+            (pid,) = mesh.pids(name)
+            expected = mesh_wide | passed | (engine if "worker" in name else {})
+            found = environ_of(pid)
+            assert {key: found.get(key) for key in environ} == {
+                key: expected.get(key) for key in environ
+            }
+            assert {"PATH", "PYTHONPATH"} <= found.keys()
 
 
 async def test_a_command_runs_against_the_mesh_and_its_status_is_returned(folder: Path) -> None:
