@@ -33,7 +33,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
 from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer
-from frontend_svc.edge.sockets import listen
+from frontend_svc.edge.sockets import connection_limit, listen
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
@@ -89,9 +89,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         siblings: Siblings | None = None,
     ) -> None:
         """siblings: None if no other process shares the HTTP port."""
+        connections_max = connection_limit(config.connections_max)
         super().__init__(
             "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
         )
+        self._connections_max = connections_max
         self._siblings = siblings
         self._rng = Random()
         self._members = Members()
@@ -234,7 +236,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             with_browser_policy(served, config),
             lambda: lifecycle.is_draining,
             config.drain_s,
-            config.connections_max,
+            self._connections_max,
             self._certificates,
         )
         return server, admin

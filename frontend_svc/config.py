@@ -68,8 +68,8 @@ class FrontendConfig(ServiceConfig):
     requests_max: PositiveInt = 8192
     """Concurrent requests. Above it clients receive 503."""
     connections_max: PositiveInt = 16_384
-    """Open HTTP connections. Above it new ones receive 503 and are closed. Fewer if the limit of
-    file descriptors (ulimit -n) is lower."""
+    """Open HTTP connections. Above it new ones receive 503 and are closed. Fewer if the hard limit
+    of file descriptors (ulimit -Hn) is lower; below 1,024 the frontend does not start."""
     kv_drift_max: Share = 0.1
     """Share of wrongly predicted cached tokens above which the cache of a worker counts as unknown.
     Raise it if many requests with a common prefix arrive at once."""

@@ -17,6 +17,7 @@ from common.rpc.interceptors import RunningCalls
 from common.rpc.stream_server import StreamServer
 from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
+from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
 from common.service.metrics_server import add_process_metrics, serve_metrics
@@ -47,10 +48,15 @@ def serve(
     """Runs a configured service as a new instance until stopped, and exits."""
     member_key = _new_member_key(config)
     instance_id = new_instance_id(SystemRandom()) if member_key is None else member_key.id
+
+    def build_app() -> App:
+        raise_descriptor_limit()
+        return build(config, instance_id=instance_id, member_key=member_key)
+
     run_service(
         service,
         config,
-        lambda: build(config, instance_id=instance_id, member_key=member_key),
+        build_app,
         instance_id=str(instance_id),
         warnings=warnings,
     )

@@ -47,7 +47,7 @@ from frontend_svc.edge.asgi import (
     send_response,
 )
 from frontend_svc.edge.connection import HttpConnection
-from frontend_svc.edge.sockets import REFUSED_MAX, connection_limit
+from frontend_svc.edge.sockets import REFUSED_MAX
 from frontend_svc.errors import INVALID, error_body
 
 BACKLOG: Final = 4096
@@ -84,8 +84,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """certificates: for TLS; None: plain HTTP."""
         self._context = None if certificates is None else certificates.server_context()
-        limit = connection_limit(connections_max)
-        protocol = partial(BoundedProtocol, connections_max=limit)
+        protocol = partial(BoundedProtocol, connections_max=connections_max)
         super().__init__(
             uvicorn.Config(
                 _close_connections_on_drain(api, is_draining),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 
 import structlog
 
 from common.errors import Conflict
 from common.runtime.config import flag_name
+from common.runtime.descriptors import raise_descriptor_limit
 
 SEND_BUFFER_BYTES = 256 << 10
 # Descriptors for files and other services.
 OTHER_DESCRIPTORS = 512
 # Connections above the limit that still receive a 503.
 REFUSED_MAX = 256
+# With fewer a frontend does not start, unless its configuration has fewer.
+CONNECTIONS_MIN = 256
 
 log = structlog.get_logger()
 
@@ -49,15 +51,12 @@ def listen(
 
 def connection_limit(connections_max: int) -> int:
     """Returns the connections that the limit of descriptors permits; raises that limit if
-    possible."""
+    possible. Raises ConfigError if it permits fewer than CONNECTIONS_MIN."""
     others = OTHER_DESCRIPTORS + REFUSED_MAX
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections_max + others
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    limit = max(1, min(connections_max, wanted - others))
+    needed = min(connections_max, CONNECTIONS_MIN)
+    use = f"({others}, and {needed} for HTTP connections)"
+    descriptors = raise_descriptor_limit(connections_max + others, minimum=needed + others, use=use)
+    limit = descriptors - others
     if limit < connections_max:
-        log.warning("connections_limited", connections_max=limit, descriptors=wanted)
+        log.warning("connections_limited", connections_max=limit, descriptors=descriptors)
     return limit

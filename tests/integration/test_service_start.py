@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -24,10 +25,17 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def run_until_exit(service: str, folder: Path, *flags: str) -> tuple[int, str]:
-    """The exit status and stderr."""
+def run_until_exit(
+    service: str, folder: Path, *flags: str, descriptors: int | None = None
+) -> tuple[int, str]:
+    """The exit status and stderr.
+
+    - descriptors: the hard limit of open files.
+    """
+    limit = [] if descriptors is None else ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
+    command = [sys.executable, "-m", f"{service}_svc", f"--registry-path={folder}/registry"]
     done = subprocess.run(
-        [sys.executable, "-m", f"{service}_svc", f"--registry-path={folder}/registry", *flags],
+        [*limit, *command, *flags],
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
@@ -91,3 +99,52 @@ def test_a_model_folder_without_a_model_is_a_configuration_error(
     status, errors = run_until_exit("worker", tmp_path, f"--model-path={tmp_path}")
     assert status == 2
     assert f"--model-path: {tmp_path} has no tokenizer.json and no tokenizer_config.json" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("service", "descriptors", "needed"),
+    [
+        *((service, 64, 256) for service in ("indexer", "router", "worker", "frontend")),
+        ("frontend", 512, 1024),
+        ("frontend", 1023, 1024),
+    ],
+)
+def test_a_service_without_descriptors_to_serve_does_not_start(
+    service: str, descriptors: int, needed: int, tmp_path: Path
+) -> None:
+    status, errors = run_until_exit(service, tmp_path, descriptors=descriptors)
+    assert status == 2, errors
+    assert "Traceback" not in errors
+    (line,) = [line for line in map(json.loads, errors.splitlines()) if "error" in line]
+    assert line["error"].startswith(
+        f"ulimit -n: the hard limit of file descriptors is {descriptors}, and a service needs at "
+        f"least {needed}"
+    )
+    assert "raise it" in line["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["indexer", "router", "worker", "frontend"])
+def test_a_service_raises_its_soft_limit_of_descriptors(service: str, tmp_path: Path) -> None:
+    ready, child_end = os.pipe()
+    hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    flags = ["--http-port=0"] if service == "frontend" else []
+    process = subprocess.Popen(
+        [
+            *("sh", "-c", f'ulimit -Sn 128; ulimit -Hn {hard}; exec "$@"', "sh"),
+            *(sys.executable, "-m", f"{service}_svc", f"--registry-path={tmp_path}/registry"),
+            *(f"--ready-fd={child_end}", *flags),
+        ],
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        stderr=subprocess.PIPE,
+        pass_fds=[child_end],
+    )
+    os.close(child_end)
+    try:
+        with os.fdopen(ready) as pipe:
+            assert "addresses" in json.loads(pipe.readline())
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        process.kill()
+        process.communicate(timeout=PROCESS_S)
