@@ -119,3 +119,41 @@ def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
         return text in shown
 
     wait_for(has_text, f"the output has {text!r}")
+
+
+@pytest.mark.slow
+def test_the_commands_for_api_keys_run_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "docs/http.md").read_text().partition("## API keys")[2].partition("\n## ")[0]
+    commands = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.split("\n")
+    ]
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}",
+    }
+    outputs = []
+    for command in filter(None, commands):
+        # The id in the text is that of another file.
+        found = re.findall(r"^(key_\w+)", "\n".join(outputs), re.MULTILINE)
+        done = subprocess.run(
+            ["bash", "-c", re.sub(r"key_3f2a91c0", found[-1] if found else "", command)],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        outputs.append(done.stdout)
+    assert outputs[0].startswith("kvmesh_")
+    assert len(outputs) == 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_no_command_of_a_document_needs_an_installed_meshctl(path: Path) -> None:
+    """`make setup` installs the dependencies, not the package with its console script."""
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", path.read_text(), re.DOTALL)
+    assert not [line for block in blocks for line in block.split("\n") if line[:8] == "meshctl "]
