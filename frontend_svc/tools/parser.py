@@ -65,12 +65,12 @@ class ToolCallParser:
         return list(self._advance())
 
     def finish(self) -> list[Delta]:
-        """Returns the rest after the last piece."""
+        """Returns the rest after the last piece. After a call, a marker that is cut is none."""
         text, self._buffer = self._buffer, ""
         match self._state:
             case _State.BLOCK:
                 return list(self._finish_block(text))
-            case _State.CONTENT if text.strip() or not self.calls:
+            case _State.CONTENT if not self.calls or self._has_content:
                 return [Content(text)] if text else []
         return []
 
@@ -165,7 +165,7 @@ class ToolCallParser:
     def _finish_block(self, buffer: str) -> Iterator[Delta]:
         """Yields the end of a response inside a block."""
         if self.calls > self._calls_before_block:
-            text = buffer if buffer.strip(_SEPARATORS) else ""
+            text = buffer if self._without_markers(buffer).strip(_SEPARATORS) else ""
         else:
             calls = self._format.read_block(buffer, self._types)
             if calls is not None:
@@ -174,6 +174,13 @@ class ToolCallParser:
             text = buffer if self._format.at_start else self._format.begin + buffer
         if text:
             yield Content(text)
+
+    def _without_markers(self, text: str) -> str:
+        """Returns the end of a block without markers, also without one that is cut."""
+        markers = {*self._format.markers, self._format.begin, self._format.end or ""} - {""}
+        for marker in markers:
+            text = text.replace(marker, "")
+        return text[: len(text) - max(overlap(text, marker) for marker in markers)]
 
 
 def _name_of(header: re.Match[str]) -> str | None:

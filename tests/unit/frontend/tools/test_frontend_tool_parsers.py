@@ -16,6 +16,9 @@ from frontend_svc.tools.formats import FORMATS
 from frontend_svc.tools.parser import ToolCallParser
 from tests.unit.frontend.tools.outputs import CASES, TYPES
 
+# Forms whose blocks have an end marker and JSON arguments.
+CUT_FORMATS = [name for name, form in FORMATS.items() if form.tag and form.end]
+
 
 def parse(name: str, pieces: Sequence[str], *, is_single: bool = False) -> list[Delta]:
     parser = ToolCallParser(FORMATS[name], TYPES, is_single=is_single)
@@ -80,6 +83,17 @@ def test_a_single_call_ends_the_response(name: str) -> None:
     assert len(fold(parser.feed(text + more) + parser.finish())[1]) == 1
     assert parser.is_done
     assert parser.feed(text) == parser.finish() == []
+
+
+@pytest.mark.parametrize("name", CUT_FORMATS)
+def test_a_marker_that_the_token_limit_cuts_after_a_call_is_no_content(name: str) -> None:
+    begin, end = FORMATS[name].tag("f")  # type: ignore[misc]
+    call, more = f"{begin}{{}}", f"{end}\n{FORMATS[name].begin}"
+    for cut in range(len(more)):
+        content, calls = fold(parse(name, [call + more[:cut]]))
+        assert (content, [call[:2] for call in calls]) == ("", [["f", "{}"]]), more[:cut]
+    text = f"{call}{end} and <text"
+    assert fold(parse(name, [text]))[0].endswith(" and <text")
 
 
 def test_arguments_are_sent_as_they_arrive() -> None:
