@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -454,3 +455,41 @@ def test_the_sdks_raise_their_own_errors(mesh: Mesh, keys: Keys) -> None:
         other.messages.create(model=MODEL, messages=messages, max_tokens=2)
     with anthropic.Anthropic(base_url=mesh.url, api_key=keys.texts["acme1"]) as own:
         assert own.messages.create(model=MODEL, messages=messages, max_tokens=2).content
+
+
+PATH_ENDS = [
+    *("%0A", "%0a", "%0D%0A", "%00", "%09", "%20", "%2F", "/", "//", "%2f", ";", ";a=b", "%3B"),
+    *("%3F", "?", "?a=b", "#", "%23", "%C2%A0", "%E2%80%A8", "%85", "%FF", "%1F", "%7F", "."),
+    *("/.", "/..", "/../metrics", "%2e", "/%2e", "%5C", "%25", "%250A", "%C0%8A"),
+]
+PATH_BEGINS = ["", "/", "//", "/.", "/v1/..", "/live/..", "/%2e", "/%2F", "/%2f..", "/;", "/%20"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health"])
+def test_no_spelling_of_a_path_reaches_a_route_without_its_scope(
+    mesh: Mesh, keys: Keys, path: str
+) -> None:
+    """The permission is that of the route which dispatch chooses, for every spelling."""
+    spelled = [path[:1] + f"%{ord(path[1]):02X}" + path[2:], path.upper(), path.title()]
+    spellings = [
+        *(path + end for end in PATH_ENDS),
+        *(begin + path for begin in PATH_BEGINS),
+        *spelled,
+        *(each + "%0A" for each in spelled),
+    ]
+    address = mesh.urls[0].removeprefix("http://")
+    for spelling in spellings:
+        # Raw, because clients normalize paths.
+        assert raw_status(address, spelling, keys.texts["acme1"]) in (400, 403, 404), spelling
+    served = {each for each in spellings if raw_status(address, each, keys.texts["ops0"]) == 200}
+    # Encoded letters and a query name the same route; nothing else does.
+    assert {path, spelled[0], f"{path}?", f"{path}?a=b", f"{path}#"} == served
+
+
+def raw_status(address: str, path: str, key: str) -> int:
+    """The status of a GET whose path is sent as it is."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        head = f"GET {path} HTTP/1.1\r\nhost: {address}\r\nx-api-key: {key}\r\nconnection: close"
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        return int(connection.makefile("rb").readline().split()[1])
