@@ -136,6 +136,12 @@ class DocumentHandler:
         return PlainResponse(orjson.dumps(api_document(self._routes, version=API_VERSION)))
 
 
+async def refuse_compaction(_: PlainRequest) -> NoReturn:
+    """Raises Unimplemented."""
+    text = "this server compacts no conversations; send a shorter input, or one with a summary"
+    raise Unimplemented(text)
+
+
 async def refuse_rank(_: PlainRequest) -> NoReturn:
     """Raises Unimplemented."""
     text = "no engine of this server ranks or scores texts; compare their embeddings instead"

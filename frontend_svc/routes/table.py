@@ -24,7 +24,12 @@ from frontend_svc.responses.queries import ItemsQuery, ResponseQuery
 from frontend_svc.responses.schema import ResponsesRequest
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import Dispatcher
-from frontend_svc.routes.handlers import DocumentHandler, MetricsHandler, refuse_rank
+from frontend_svc.routes.handlers import (
+    DocumentHandler,
+    MetricsHandler,
+    refuse_compaction,
+    refuse_rank,
+)
 from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
 from frontend_svc.tokenizing.endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.tokenizing.preprocess import PreprocessApi, PreprocessEndpoint
@@ -216,6 +221,12 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
             example={"model": "sim", "input": "Hi"},
             result="the count, as input_tokens",
         ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/responses/compact",
+        handler=_plain(lambda _: refuse_compaction),
+        operation=Operation(summary="Not implemented: always a 501", result=""),
     ),
     RouteEntry(
         method="GET",

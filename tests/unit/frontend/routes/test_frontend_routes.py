@@ -96,6 +96,8 @@ async def request(path: str, method: str) -> httpx.Response:
         ("HEAD", "/v1/models/a", "GET /v1/models/{name:path} 'a'"),
         ("GET", "/v1/responses/input_tokens", "GET /v1/responses/{id} 'input_tokens'"),
         ("POST", "/v1/responses/input_tokens", "POST /v1/responses/input_tokens"),
+        ("POST", "/v1/responses/compact", "POST /v1/responses/compact"),
+        ("GET", "/v1/responses/compact", "GET /v1/responses/{id} 'compact'"),
         ("DELETE", "/v1/responses/r", "DELETE /v1/responses/{id} 'r'"),
         ("GET", "/v1/responses/r/input_items", "GET /v1/responses/{id}/input_items 'r'"),
         ("HEAD", "/live", "GET /live"),
