@@ -111,15 +111,16 @@ class HttpError:
 class ErrorForm:
     """How an API writes its errors."""
 
-    http_error: Callable[[BaseException, str | None, Container[bytes]], HttpError]
+    http_error: Callable[[BaseException, str, Container[bytes]], HttpError]
     """Returns the response for an error. Arguments: the error, the id in the header of the
-    response (None: it has none), the names of the request's headers."""
+    response, the names of the request's headers."""
 
     client_message: Callable[[MeshError, Container[bytes]], tuple[str, str | None]]
     """Returns message and `param` with the client's field names, as `client_message`."""
 
-    route_error: Callable[[int, str, str], bytes]
-    """Returns the body for a path or method without a route. Arguments: status, message, code."""
+    route_error: Callable[[int, str, str, str], bytes]
+    """Returns the body for a path or method without a route. Arguments: status, message, code, the
+    id in the header of the response."""
 
     # Any: a JSON schema.
     schema: Mapping[str, Any]
@@ -311,7 +312,7 @@ def _response_headers(error: BaseException, mapping: _Mapping) -> tuple[tuple[st
 OPENAI_ERRORS: Final = ErrorForm(
     http_error=lambda error, _, headers: http_error(error, headers),
     client_message=client_message,
-    route_error=lambda _, message, code: error_body(message, INVALID, None, code),
+    route_error=lambda _, message, code, __: error_body(message, INVALID, None, code),
     schema={
         "type": "object",
         "required": ["error"],

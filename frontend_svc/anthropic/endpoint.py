@@ -27,6 +27,7 @@ class MessagesApi:
                 f"msg_{info.request_id}",
                 info.model,
                 info.prompt_tokens,
+                info.header_id,
                 omits_thinking=request.omits_thinking,
             )
 

@@ -31,9 +31,7 @@ _TYPES: Final = {
 }
 
 
-def http_error(
-    error: BaseException, request_id: str | None, headers: Container[bytes] = ()
-) -> HttpError:
+def http_error(error: BaseException, request_id: str, headers: Container[bytes] = ()) -> HttpError:
     """Returns the response for an error. request_id: of the response's header. headers: names of
     the request's headers."""
     response = openai.http_error(error, headers)
@@ -59,7 +57,7 @@ def _renamed(message: str, param: str | None) -> tuple[str, str | None]:
 
 
 def error_body(
-    status: int, message: str, param: str | None, code: str | None, request_id: str | None
+    status: int, message: str, param: str | None, code: str | None, request_id: str
 ) -> bytes:
     """Returns the JSON of an error."""
     default_type = "api_error" if status >= 500 else "invalid_request_error"
@@ -74,7 +72,9 @@ def error_body(
 MESSAGES_ERRORS: Final = ErrorForm(
     http_error=http_error,
     client_message=client_message,
-    route_error=lambda status, message, code: error_body(status, message, None, code, None),
+    route_error=lambda status, message, code, request_id: error_body(
+        status, message, None, code, request_id
+    ),
     schema={
         "type": "object",
         "required": ["type", "error"],
@@ -85,7 +85,7 @@ MESSAGES_ERRORS: Final = ErrorForm(
                 "required": ["type", "message"],
                 "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
             },
-            "request_id": {"type": ["string", "null"]},
+            "request_id": {"type": "string"},
         },
     },
     has_request_id=True,

@@ -28,16 +28,27 @@ def event(value: Json) -> bytes:
 
 
 class MessageFormat:
-    """Writes one response. message_id: `msg_<id>`. prompt_tokens: reported at the start of a
-    stream, when cached tokens are not known yet. omits_thinking: whether blocks of reasoning are
-    empty."""
+    """Writes one response."""
 
     keep_alive: Final = event({"type": "ping"})
 
     def __init__(
-        self, message_id: str, model: str, prompt_tokens: int, *, omits_thinking: bool = False
+        self,
+        message_id: str,
+        model: str,
+        prompt_tokens: int,
+        header_id: str,
+        *,
+        omits_thinking: bool = False,
     ) -> None:
+        """
+        - message_id: `msg_<id>`.
+        - prompt_tokens: reported at the start of a stream, when cached tokens are not known yet.
+        - header_id: the id in the header of the response.
+        - omits_thinking: whether blocks of reasoning are empty.
+        """
         self._message_id = message_id
+        self._header_id = header_id
         self._model = model
         self._prompt_tokens = prompt_tokens
         self._omits_thinking = omits_thinking
@@ -65,7 +76,7 @@ class MessageFormat:
         return event(delta) + event({"type": "message_stop"})
 
     def error(self, error: MeshError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % http_error(error, None).body
+        return b"event: error\ndata: %b\n\n" % http_error(error, self._header_id).body
 
     def body(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> bytes:
         (choice,) = choices

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from frontend_svc.edge.asgi import (
     last_part,
 )
 from frontend_svc.edge.error_response import send_error
+from frontend_svc.endpoints.header_ids import header_id
 from frontend_svc.endpoints.request_context import HttpRequest, Progress, ended_request
 from frontend_svc.endpoints.request_log import log_request, span_attributes
 from frontend_svc.endpoints.request_records import RequestRecords
@@ -61,7 +61,6 @@ from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 P = TypeVar("P")
 
@@ -142,7 +141,7 @@ class PostEndpoint(ABC, Generic[P]):
         return HttpRequest(
             route=self.route,
             request_id=request_id,
-            client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
+            client_id=header_id(client_id, request_id),
             caller=caller,
             quota=quota,
             header_pairs=header_pairs,

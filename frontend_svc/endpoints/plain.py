@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,8 +13,11 @@ from frontend_svc.access.caller import ANONYMOUS, Caller
 from frontend_svc.access.keys import admit
 from frontend_svc.edge.asgi import Receive, Scope, Send, send_response
 from frontend_svc.edge.error_response import send_error
+from frontend_svc.endpoints.header_ids import header_id, id_headers
 from frontend_svc.endpoints.route import Route
 
+# Header of Anthropic's clients.
+ANTHROPIC_VERSION = b"anthropic-version"
 # Key of the parameters of the path in a scope.
 PATH_PARAMETERS = "path_params"
 
@@ -28,6 +32,9 @@ class PlainRequest:
     """Those of the path, by name."""
 
     query_string: bytes
+
+    is_anthropic: bool = False
+    """Whether it gets the response of Anthropic's API, on a route that has it."""
 
     @property
     def query(self) -> list[tuple[str, str]]:
@@ -55,13 +62,19 @@ class PlainEndpoint:
         self._respond = respond
 
     async def __call__(self, scope: Scope, _: Receive, send: Send) -> None:
+        route, request_headers = self._route, dict(scope["headers"])
+        anthropic = route.anthropic_errors if ANTHROPIC_VERSION in request_headers else None
+        form = anthropic or route.errors
+        own_id = header_id(request_headers.get(b"x-request-id", b""), os.urandom(16).hex())
+        headers = id_headers(form, own_id)
         try:
-            caller = ANONYMOUS if self._route.is_open else admit(scope, self._route.permission)
+            caller = ANONYMOUS if route.is_open else admit(scope, route.permission)
             parameters = scope.get(PATH_PARAMETERS, {})
-            request = PlainRequest(caller, parameters, scope["query_string"])
+            is_anthropic = anthropic is not None
+            request = PlainRequest(caller, parameters, scope["query_string"], is_anthropic)
             response = await self._respond(request)
         except MeshError as error:
-            await send_error(send, self._route.errors.http_error(error, None, ()))
+            await send_error(send, form.http_error(error, own_id.decode("latin-1"), ()), headers)
             return
-        headers = ((b"content-type", response.media_type.encode()),)
+        headers = ((b"content-type", response.media_type.encode()), *headers)
         await send_response(send, response.status, headers, response.body)

@@ -12,6 +12,7 @@ from frontend_svc import errors as openai
 from frontend_svc.access.caller import Caller
 from frontend_svc.access.quotas import Quota
 from frontend_svc.edge.asgi import ClientConnection, Headers, Send
+from frontend_svc.endpoints.header_ids import id_headers
 from frontend_svc.endpoints.route import Route
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.request.outcomes import merge_outcomes
@@ -130,9 +131,7 @@ class HttpRequest:
     @property
     def own_headers(self) -> Headers:
         """Headers of every response: the ids of the request, and what is left of its quota."""
-        headers: Headers = ((b"x-request-id", self.client_id),)
-        if self.route.errors.has_request_id:
-            headers = (*headers, (b"request-id", self.client_id))
+        headers = id_headers(self.route.errors, self.client_id)
         return headers if self.quota is None else (*headers, *self.quota.headers)
 
     @property

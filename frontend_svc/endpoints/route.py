@@ -74,6 +74,10 @@ class Route:
     errors: ErrorForm = OPENAI_ERRORS
     """The form of its errors."""
 
+    anthropic_errors: ErrorForm | None = None
+    """The form of its errors for Anthropic's clients, which get responses of their API's form too;
+    None: all clients get the same form. The header `anthropic-version` decides."""
+
     is_open: bool = False
     """Whether requests need no key."""
 

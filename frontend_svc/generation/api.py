@@ -36,6 +36,9 @@ class ResponseInfo:
     request_id: str
     """32 hex digits, unique."""
 
+    header_id: str
+    """The id in the header of the response."""
+
     model: str
 
     created: int

@@ -204,6 +204,7 @@ def _count_prompts(
 def _response_info(context: HttpRequest, prepared: PreparedBody) -> ResponseInfo:
     return ResponseInfo(
         context.request_id,
+        context.client_id.decode("latin-1"),
         prepared.model.name,
         int(time.time()),
         choices=len(prepared.requests) * prepared.body.choices_per_prompt,

@@ -12,7 +12,7 @@ from frontend_svc.errors import OPENAI_ERRORS, HttpError
 from frontend_svc.responses.translation import client_error
 
 
-def _http_error(error: BaseException, _: str | None, headers: Container[bytes]) -> HttpError:
+def _http_error(error: BaseException, _: str, headers: Container[bytes]) -> HttpError:
     named = client_error(error) if isinstance(error, MeshError) else error
     return openai.http_error(named, headers)
 

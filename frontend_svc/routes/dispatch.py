@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from frontend_svc.edge.asgi import (
     send_response,
 )
 from frontend_svc.edge.error_response import send_error
+from frontend_svc.endpoints.header_ids import header_id, id_headers
 from frontend_svc.endpoints.plain import PATH_PARAMETERS
 from frontend_svc.endpoints.route import PATH_PARAMETER, Route
 from frontend_svc.errors import OPENAI_ERRORS, ErrorForm
@@ -62,20 +64,24 @@ class Dispatcher:
         path is open."""
         path = scope["path"]
         form = self._error_form(path)
+        client_id = dict(scope["headers"]).get(b"x-request-id", b"")
+        own_id = header_id(client_id, os.urandom(16).hex())
+        headers: Headers = id_headers(form, own_id)
         try:
             if not any(route.is_open for route in others):
                 admit(scope, None)
         except MeshError as error:
-            await send_error(send, form.http_error(error, None, ()))
+            await send_error(send, form.http_error(error, own_id.decode("latin-1"), ()), headers)
             return
-        headers: Headers = (JSON_HEADER,)
+        headers = (JSON_HEADER, *headers)
         if others:
             status, code, problem = 405, "method_not_allowed", "Method not allowed"
             methods = sorted({method for route in others for method in route.methods})
             headers = (*headers, (b"allow", ", ".join(methods).encode()))
         else:
             status, code, problem = 404, "not_found", "No such route"
-        body = form.route_error(status, f"{problem}: {scope['method']} {path}", code)
+        message = f"{problem}: {scope['method']} {path}"
+        body = form.route_error(status, message, code, own_id.decode("latin-1"))
         await send_response(send, status, headers, body)
 
     def _error_form(self, path: str) -> ErrorForm:

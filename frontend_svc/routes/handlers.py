@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.errors import Unimplemented
+from frontend_svc.anthropic.models import ModelsQuery, model_info, models_page
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import MODEL_OWNER
 from frontend_svc.endpoints.route import Route
@@ -19,6 +20,7 @@ from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.output.completion_objects import model_list, model_object
 from frontend_svc.readiness import Readiness
+from frontend_svc.responses.queries import parse_query
 from frontend_svc.routes.document import api_document
 
 API_VERSION = "1"
@@ -75,7 +77,18 @@ class ModelHandlers:
         self._models = models
         self._readiness = readiness
 
-    async def list(self, _: PlainRequest) -> PlainResponse:
+    async def list(self, request: PlainRequest) -> PlainResponse:
+        if request.is_anthropic:
+            query = parse_query(ModelsQuery, request.query)
+            return PlainResponse(models_page(self._entries(), query))
+        return PlainResponse(model_list(self._entries()))
+
+    async def get(self, request: PlainRequest) -> PlainResponse:
+        entry = self._entry(request.parameters["name"])
+        return _json_response(model_info(entry) if request.is_anthropic else entry)
+
+    def _entries(self) -> Sequence[dict[str, object]]:
+        """Returns the entry of each model that can be served now."""
         models, missing = self._models, self._readiness().models_not_ready
         ready = {model.name: model for model in models.all() if model.name not in missing}
         entries = [_model_entry(model) for model in ready.values()]
@@ -89,14 +102,14 @@ class ModelHandlers:
             for engine in models.pass_through
             if engine.name not in missing
         ]
-        return PlainResponse(model_list(entries))
+        return entries
 
-    async def get(self, request: PlainRequest) -> PlainResponse:
-        name = request.parameters["name"]
+    def _entry(self, name: str) -> dict[str, object]:
+        """Returns the entry of a model. Raises UnknownModel."""
         for engine in self._models.pass_through:
             if engine.name == name:
-                return _json_response(model_object(name, engine.created, MODEL_OWNER))
-        return _json_response(_model_entry(self._models.get(name), name))
+                return model_object(name, engine.created, MODEL_OWNER)
+        return _model_entry(self._models.get(name), name)
 
 
 class MetricsHandler:

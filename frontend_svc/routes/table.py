@@ -275,12 +275,14 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         method="GET",
         path="/v1/models",
         handler=_plain(lambda dependencies: dependencies.models.list),
+        anthropic_errors=MESSAGES_ERRORS,
         operation=Operation(summary="Lists the models that can be served now"),
     ),
     RouteEntry(
         method="GET",
         path="/v1/models/{name:path}",
         handler=_plain(lambda dependencies: dependencies.models.get),
+        anthropic_errors=MESSAGES_ERRORS,
         operation=Operation(summary="Describes a model, an adapter or an alias"),
     ),
     RouteEntry(

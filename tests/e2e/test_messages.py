@@ -399,8 +399,32 @@ async def test_every_error_of_the_routes_has_the_envelope_of_the_api(
     response = mesh.http.request(method, url, content=body, headers=headers)
     error = response.json()
     assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
-    if status not in (404, 405):
-        assert response.headers["request-id"] == error["request_id"] == "mine"
+    assert response.headers["request-id"] == error["request_id"] == "mine"
+
+
+async def test_the_models_have_the_form_of_the_api_for_its_clients(
+    mesh: Mesh, client: anthropic.AsyncAnthropic
+) -> None:
+    page = await client.models.list()
+    assert ([model.id for model in page.data], page.has_more) == ([MODEL], False)
+    (model,) = page.data
+    assert (model.type, model.display_name, model.lifecycle) == ("model", MODEL, "active")
+    assert (page.first_id, page.last_id) == (MODEL, MODEL)
+    card = mesh.http.get(f"{mesh.url}/v1/models").json()["data"][0]
+    assert model.max_input_tokens == card["max_model_len"]
+    assert int(model.created_at.timestamp()) == card["created"]
+    assert await client.models.retrieve(MODEL) == model
+    assert (await client.models.list(after_id=MODEL)).data == []
+
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        await client.models.retrieve("claude-none")
+    body: Any = raised.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert body["request_id"] == raised.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        await client.models.list(after_id="claude-none")
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        await client.models.list(limit=0)
 
 
 async def test_messages_are_counted_and_logged_as_their_endpoint(

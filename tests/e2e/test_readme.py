@@ -133,7 +133,7 @@ def test_the_commands_for_api_keys_run_as_written(tmp_path: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}",
     }
-    outputs = []
+    outputs: list[str] = []
     for command in filter(None, commands):
         # The id in the text is that of another file.
         found = re.findall(r"^(key_\w+)", "\n".join(outputs), re.MULTILINE)

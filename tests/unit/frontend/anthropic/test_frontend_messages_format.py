@@ -34,7 +34,7 @@ COUNTS = {
 
 
 def message_format(**options: Any) -> MessageFormat:
-    return MessageFormat("msg_1", "m", 7, **options)
+    return MessageFormat("msg_1", "m", 7, "req_1", **options)
 
 
 # Any, here and below: JSON.
@@ -191,3 +191,4 @@ def test_the_stop_reason_is_anthropics(
 def test_a_stream_ends_with_an_error_event() -> None:
     (event,) = events(message_format().error(Overloaded(1.0, "full")))
     assert (event["type"], event["error"]["type"]) == ("error", "overloaded_error")
+    assert event["request_id"] == "req_1"

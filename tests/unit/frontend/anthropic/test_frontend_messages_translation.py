@@ -334,7 +334,7 @@ def test_an_input_that_is_nested_too_deeply_is_refused() -> None:
 def test_an_error_has_the_status_and_type_of_anthropic(
     error: MeshError, status: int, kind: str, param: str | None
 ) -> None:
-    response = http_error(error, None)
+    response = http_error(error, "r1")
     details = orjson.loads(response.body)["error"]
     assert (response.status, details["type"], details["details"]["param"]) == (status, kind, param)
     assert b"secret" not in response.body
