@@ -15,5 +15,5 @@ class IndexerConfig(ServiceConfig):
     limit. A block takes about 110 bytes, twice that if hundreds of workers share it. Lower it on
     small hosts."""
     subscriber_mb: PositiveInt = 64
-    """MB queued for a slow router before the indexer disconnects it and it has to resume. Raise it
-    if remote routers are disconnected during bursts."""
+    """MB queued for a slow router, with the encoded messages, before the indexer disconnects it and
+    it has to resume. Raise it if remote routers are disconnected during bursts."""

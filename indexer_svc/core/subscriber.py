@@ -201,9 +201,9 @@ class Subscriber:
                 self._send_first_status(self._unreported.popitem()[0])
                 continue
             item = self._waiting.popleft()
-            item_bytes = _item_bytes(item)
+            item_bytes = _queued_bytes(item)
             self._waiting_bytes -= item_bytes
-            size -= item_bytes
+            size -= item_bytes // 2 if isinstance(item, BatchUpdate) else item_bytes
             outbound.append(item)
         outbound += [LoadUpdate(source, load) for source, load in self._loads.items()]
         self._loads.clear()
@@ -237,7 +237,7 @@ class Subscriber:
         if self.is_overflowed:
             return
         self._waiting.append(item)
-        self._waiting_bytes += _item_bytes(item)
+        self._waiting_bytes += _queued_bytes(item)
         if self._waiting_bytes > self._cap_bytes:
             self.is_overflowed = True
             self._waiting.clear()
@@ -271,7 +271,7 @@ class Subscriber:
         # Batches over the limit would end this subscription now and after each resume; a snapshot
         # is read as it is sent. Half of the limit is for statuses and new batches.
         missing_updates = [BatchUpdate(batch) for batch in missing_batches]
-        if self._waiting_bytes + sum(map(_item_bytes, missing_updates)) > self._cap_bytes // 2:
+        if self._waiting_bytes + sum(map(_queued_bytes, missing_updates)) > self._cap_bytes // 2:
             return False
         for update in missing_updates:
             self.batch(update)
@@ -318,7 +318,9 @@ def snapshot_chunks(
     yield SnapshotChunk(at.source, at.epoch, at.sequence, hashes, tier, first=is_first, last=True)
 
 
-def _item_bytes(item: Outbound) -> int:
+def _queued_bytes(item: Outbound) -> int:
+    """Returns the memory of a queued item. The stream of another subscriber may encode a batch
+    while it is queued, so a batch counts twice: as it is, and as its message."""
     if isinstance(item, BatchUpdate):
-        return ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.batch.events)
+        return 2 * (ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.batch.events))
     return ITEM_BYTES

@@ -202,7 +202,7 @@ def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
     assert advertised_blocks(copy, A) == {2}
 
 
-@pytest.mark.parametrize("cap", [1000, 3344, 3400])
+@pytest.mark.parametrize("cap", [1000, 3344, 3400, 6688, 6800])
 def test_a_subscriber_behind_by_about_its_queue_limit_receives_a_snapshot(cap: int) -> None:
     """Regression: each resume overflowed at once while the source was quiet."""
     index = Index()
@@ -387,6 +387,23 @@ def test_a_subscription_over_its_queue_limit_ends_and_keeps_nothing() -> None:
         index.store(A, *range(start + 1, start + 101))
     assert subscriber.is_overflowed
     assert not subscriber._waiting
+
+
+def test_the_messages_that_other_streams_encode_count_against_the_queue_limit() -> None:
+    """They stay in memory as long as the slowest subscriber has them queued."""
+    hashes = 1000
+    index = Index()
+    index.add(A)
+    slow, fast = index.subscribe(cap=10 * 8 * hashes), index.subscribe(cap=10 * 8 * hashes)
+    everything(slow)
+    queued = 0
+    while not slow.is_overflowed:
+        everything(fast)
+        index.store(A, *range(hashes * queued + 1, hashes * (queued + 1) + 1))
+        queued += 1
+        assert queued < 10, "batches and messages within the limit"
+    assert queued == 5
+    assert not fast.is_overflowed
 
 
 def test_the_first_statuses_do_not_count_against_the_queue_limit() -> None:
