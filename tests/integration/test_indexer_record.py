@@ -125,8 +125,9 @@ class Worker:
                 self.publisher.reset(rank)
 
     def is_in(self, feed: IndexFeed) -> bool:
+        """Whether the index has all that the engine reported, also what waits for its batch."""
         ledgers = [one.event_log for one in self.publisher.sources.values()]
-        return all(
+        return self.publisher._publish_timer is None and all(
             one.source in feed
             and feed.position(one.source) == one.state
             and feed.status(one.source).state == "exact"
