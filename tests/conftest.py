@@ -1,4 +1,4 @@
-"""Options of all tests: the row report, timeouts, and reruns."""
+"""Options of all tests: the row report, time limits, and reruns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.known_reruns import without_cause
 from tests.row_report import RowReport
 from tests.service_traffic import ServiceTraffic
+from tests.watchdog import Watchdog
 
 # Asserts of the kit show their values, as those of test files.
 pytest.register_assert_rewrite("tests.kit")
@@ -76,6 +77,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("usepdb"):
+        config.pluginmanager.register(Watchdog(), "watchdog")
     if config.getoption("--rows") is not None:
         TRAFFIC.install()
     if find_spec("hypothesis"):  # the environment of SGLang has none
