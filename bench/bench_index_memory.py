@@ -41,6 +41,7 @@ class MemoryWatch:
         self.used_mb = 0.0
 
     async def run(self) -> None:
+        # Ends: the benchmark cancels it.
         while True:
             self.peak_mb = max(self.peak_mb, rss_mb(self.pid))
             await asyncio.sleep(0.05)

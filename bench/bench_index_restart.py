@@ -72,6 +72,7 @@ async def _restart_once(workers: Workers, indexer: IndexerProcess, count: int) -
 
 
 async def _churn(workers: Workers, number: int) -> None:
+    # Ends: the benchmark cancels it.
     while True:
         workers.store(number)
         workers.evict(number)

@@ -27,6 +27,7 @@ LONG_ISL, LONG_OSL, STREAMS = 131_072, 8, 16
 # 400 KB each: more than the buffers of a connection.
 SLOW_READERS, SLOW_TOKENS, SLOW_LOGPROBS = 1024, 200, 20
 FAST_STREAMS, SETTLED_CPU_S, SETTLE_MAX_S = 64, 0.1, 55.0
+READ_TIMEOUT_S = 300.0
 
 
 def idle_cpu_pct() -> float:
@@ -214,8 +215,12 @@ def _read_all(clients: Sequence[socket.socket]) -> None:
     with selectors.DefaultSelector() as selector:
         for client in clients:
             selector.register(client, selectors.EVENT_READ, client)
+        deadline = time.monotonic() + READ_TIMEOUT_S
         while selector.get_map():
-            for key, _ in selector.select():
+            if (left_s := deadline - time.monotonic()) <= 0:
+                left = len(selector.get_map())
+                raise RuntimeError(f"{left} responses have not ended in {READ_TIMEOUT_S:g} s")
+            for key, _ in selector.select(left_s):
                 readable: socket.socket = key.data
                 if not readable.recv(1 << 20):
                     selector.unregister(readable)

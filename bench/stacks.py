@@ -111,6 +111,7 @@ def demo_mesh() -> Iterator[int]:
         )
         assert process.stdout is not None
         try:
+            # Ends: meshctl stops a mesh that is not ready in time.
             while b"is served" not in (line := process.stdout.readline()):
                 if not line:
                     raise RuntimeError("meshctl up did not start the mesh")

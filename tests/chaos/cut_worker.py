@@ -57,6 +57,7 @@ class Proxy:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            # Ends: one side closes.
             while data := await reader.read(READ_BYTES):
                 await self._is_open.wait()
                 writer.write(data)

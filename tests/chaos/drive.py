@@ -252,6 +252,7 @@ class _CaseRun:
     async def _fresh(self, tasks: asyncio.TaskGroup, safe: list[str]) -> None:
         """Sends new requests until the case stops."""
         words = "able about above accept " * (self._case.fresh_words // 4)
+        # Ends: the case stops.
         while not self._stopping:
             self._sent += 1
             urls = [url for url in safe if url in self._urls]
@@ -298,6 +299,7 @@ class _CaseRun:
     async def _loop(self, client: int) -> None:
         """Reads one stream after the other."""
         count = 0
+        # Ends: the case stops; each stream has a limit.
         while not self._stopping:
             count += 1
             reply = Reply(f"Client {client}, stream {count}", self._case.tokens)

@@ -94,6 +94,7 @@ class Soak:
 
     async def _client(self, number: int) -> None:
         sent = 0
+        # Ends: the duration has passed; each call has a limit.
         while not self._is_over():
             sent += 1
             words = "able about above accept " * self._rng.choice((1, 8, 100))
@@ -125,6 +126,7 @@ class Soak:
         self._outcomes["exact" if is_exact else "inexact"] += 1
 
     async def _kill_in_turn(self) -> None:
+        # Ends: the duration has passed.
         while not self._is_over():
             for kind in KILLED_KINDS:
                 # Sleep: the pace of kills.

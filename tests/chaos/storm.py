@@ -104,6 +104,7 @@ class Storm:
     # -- cancelled requests ---------------------------------------------------------------------
 
     async def _client(self) -> None:
+        # Ends: after that many requests; each has a limit.
         while self._sent < self._requests:
             self._sent += 1
             if self._sent == int(self._requests * BASELINE_AT):
@@ -154,6 +155,7 @@ class Storm:
     # -- control requests -----------------------------------------------------------------------
 
     async def _check_controls(self) -> None:
+        # Ends: the storm is over; each request has a limit.
         while not self._is_over:
             for stream, expected in self._expected.items():
                 response = await self._control(stream)

@@ -192,6 +192,7 @@ class IgnoresStops(Counter):  # type: ignore[misc]
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
+        # Ends: the kit cancels it.
         while True:
             # Sleep: the pace of an engine that ignores stops.
             await asyncio.sleep(0.001)
@@ -232,6 +233,7 @@ class IgnoresCancellation(Counter):  # type: ignore[misc]
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         yield chunk.token(1)
+        # Ends: the pause has passed without another cancellation.
         while True:
             try:
                 # Sleep: the engine does not end when it is cancelled.

@@ -492,10 +492,11 @@ async def test_changes_coalesce_for_a_slow_reader(mesh: Mesh) -> None:
         remaining = leases[0].instance
         await settled(mesh.connect(), remaining)
         steps = 0
+        # Ends: after the third step.
         while watch.current.instances != {remaining.id: remaining}:
             await asyncio.wait_for(watch.next(), WAIT_S)
             steps += 1
-        assert steps <= 3, "nineteen changes did not coalesce"
+            assert steps <= 3, "nineteen changes did not coalesce"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(watch.next(), 0.15)
 
@@ -947,8 +948,9 @@ async def test_an_instance_is_never_missing_while_another_thread_updates_it(
         assert await asyncio.to_thread(ready.wait, WAIT_S)
         watcher = files.connect()
         missing_count = 0
-        while not finished.is_set():
-            missing_count += one.id not in (await watcher.snapshot(NS)).instances
+        async with asyncio.timeout(WAIT_S):
+            while not finished.is_set():
+                missing_count += one.id not in (await watcher.snapshot(NS)).instances
         assert missing_count == 0
         await settled(watcher, replace(one, pid=1000))
     finally:

@@ -258,6 +258,7 @@ async def test_waiting_for_workers_of_one_model_delays_no_other_and_can_be_cance
 
     async def wait_for(model: str) -> int:
         """Retries while there is no worker, as frontends do."""
+        # Ends: the test cancels it, or awaits it with a limit.
         while True:
             try:
                 return (await running.route(model=model)).worker.worker_id

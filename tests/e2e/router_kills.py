@@ -171,6 +171,7 @@ class BookingsTracker:
 
     async def watch(self) -> None:
         """Ends only when cancelled. A check counts from its start to the start of the next one."""
+        # Ends: the caller cancels it.
         while True:
             began = now()
             is_now_consistent = await asyncio.to_thread(self._check)

@@ -74,10 +74,11 @@ def send_request(url: str, prompt: str, *, stream: bool, padding: int = 0) -> so
 
 def read_token(client: socket.socket) -> None:
     """Waits for the first event of a stream."""
-    received = b""
+    received, deadline = b"", time.monotonic() + WAIT_S
     while b"data: " not in received:
         part = client.recv(65536)
         assert part, f"the response ended: {received!r}"
+        assert time.monotonic() < deadline, f"no event in {WAIT_S:g} s: {received!r}"
         received += part
 
 

@@ -43,6 +43,7 @@ def exchange(mesh: Mesh, *parts: bytes) -> bytes:
         with contextlib.suppress(ConnectionError):
             for part in parts:
                 client.sendall(part)
+            # Ends: the server closes, or the time limit of the socket.
             while data := client.recv(1 << 16):
                 received += data
         return received
@@ -152,6 +153,7 @@ def test_slow_clients_are_closed_and_do_not_delay_others(mesh: Mesh) -> None:
         time.sleep(0.5)
     for client in clients:
         with contextlib.suppress(ConnectionError):
+            # Ends: the server closes, or the time limit of the socket.
             while client.recv(1 << 12):
                 pass
         client.close()

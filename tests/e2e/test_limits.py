@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,13 +225,17 @@ def drain(mesh: Mesh, headers: Json) -> None:
 
     Smaller requests would have to be served faster than the bucket fills: 250 tokens a second.
     """
+
+    def is_refused(frontend: int, size: int) -> bool:
+        response = send(mesh, headers, frontend, prompt=[7] * (size - 1), max_tokens=1)
+        return response.status_code == 429
+
     for frontend in (0, 1):
         for size in (4000, 1000, 200, 100):
-            while (
-                send(mesh, headers, frontend, prompt=[7] * (size - 1), max_tokens=1).status_code
-                == 200
-            ):
-                pass
+            wait_for(
+                partial(is_refused, frontend, size),
+                f"the tenant has less than {size} tokens left at frontend {frontend}",
+            )
 
 
 def test_a_changed_limit_takes_effect_without_a_restart(mesh: Mesh, tenants: Tenants) -> None:

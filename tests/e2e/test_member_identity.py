@@ -92,8 +92,9 @@ async def assert_refused(
 
     async def converse(stream: GrpcStream[Message, Any]) -> None:
         await stream.write(first)
-        while await stream.read() is not None:
-            pass
+        async with asyncio.timeout(WAIT_S):
+            while await stream.read() is not None:
+                pass
 
     async with opened(service, method, response, security) as stream:
         with pytest.raises(errors.PermissionDenied, match=r"the caller (is|has not)") as refused:

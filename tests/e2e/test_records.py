@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,12 @@ def disconnect(mesh: Mesh, client_id: str) -> None:
     with socket.create_connection((host, int(port)), WAIT_S) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: {client_id}\r\n"
         client.sendall(head.encode() + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-        received = b""
+        received, deadline = b"", time.monotonic() + WAIT_S
         while received.count(b"data: ") < 3:
-            received += client.recv(4096)
+            part = client.recv(4096)
+            assert part, f"the response ended: {received!r}"
+            assert time.monotonic() < deadline, f"no three events in {WAIT_S:g} s: {received!r}"
+            received += part
     mesh.request_line(client_id)
 
 

@@ -83,6 +83,7 @@ class LoadGenerator:
         url = self.urls[number % len(self.urls)]
         prompt = f"Client number {number} " * 12
         expected = self._oracle.completion(prompt, TOKENS, ignore_eos=True).text
+        # Ends: the test cancels it.
         while True:
             began = now()
             response = await http.post(f"{url}/v1/completions", json=body_of(prompt, TOKENS))

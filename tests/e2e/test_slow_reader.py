@@ -48,6 +48,7 @@ def read_events(client: socket.socket) -> str:
     """The events up to the end, without what differs between responses."""
     received = b""
     with client:
+        # Ends: the server closes, or the time limit of the socket.
         while part := client.recv(1 << 20):
             received += part
     head, _, chunked = received.partition(b"\r\n\r\n")

@@ -128,6 +128,7 @@ async def run_probe(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
     probe = Probe()
 
     async def run() -> None:
+        # Ends: the block cancels it.
         while True:
             body = body_of(f"Probe {len(probe.results)}", 2, stream=False)
             response = await client.post("/v1/completions", json=body)
@@ -313,6 +314,7 @@ async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Orac
         """Sends requests on one connection until a response closes it; returns their number."""
         prompt, count = f"Client {number}", 0
         expected = oracle.completion(prompt, 10, ignore_eos=True).text
+        # Ends: the server closes; the test waits with a limit.
         while True:
             response = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
             assert response.status_code == 200, response.text

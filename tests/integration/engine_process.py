@@ -35,6 +35,7 @@ def main(port: int, replay_port: int) -> None:
     for line in sys.stdin:
         match line.split():
             case ["subscribed"]:
+                # Ends: a reader subscribes; the test kills this process.
                 while live.recv() != b"\x01" + TOPIC:
                     pass
             case ["publish", first, count]:

@@ -127,6 +127,7 @@ class EngineWire:
 
     async def serve(self) -> None:
         """Serves replay requests until cancelled."""
+        # Ends: the test cancels it.
         while self._router is not None:
             async with self._turn:
                 if await self._router.poll(20):

@@ -76,6 +76,7 @@ class BreakingAgent:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(asyncio.current_task())
         try:
+            # Ends: the peer closes.
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, target, _ = head[0].split(" ")

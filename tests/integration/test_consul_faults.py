@@ -150,6 +150,7 @@ async def steps_of(watch: Watch) -> AsyncIterator[list[frozenset[int]]]:
     steps: list[frozenset[int]] = []
 
     async def follow() -> None:
+        # Ends: the block cancels it.
         while True:
             steps.append(frozenset((await watch.next()).instances))
 

@@ -40,6 +40,7 @@ class SlowPeer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         data = (SIM_MODEL_DIR / request.name).read_bytes()
         one, at = Artifact.of(data), request.offset
+        # Ends: the test sets it, or the call is cancelled.
         while not self.hurry.is_set():
             yield engine_pb2.GetArtifactResponse(
                 data=data[at : at + 1], sha256=one.sha256, size=one.size

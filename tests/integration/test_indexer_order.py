@@ -106,6 +106,7 @@ async def query_depths(stub: Any, seen: dict[int, list[int]], is_over: Callable[
     call = stub.MatchStream()
     async with rpc.cancelling(call):
         number = 0
+        # Ends: all batches are applied, or a task of the test failed.
         while not is_over():
             number += 1
             question = pb.MatchQuestion(id=number)

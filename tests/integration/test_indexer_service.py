@@ -199,6 +199,7 @@ class Publisher:
         self.ring.clear()
 
     async def _write(self, call: Any) -> None:
+        # Ends: the test cancels it.
         while True:
             await call.write(await self._outbox.get())
 
@@ -252,6 +253,7 @@ class Replica:
         request = pb.SubscribeRequest(resume=map(source_state_to_proto, self.feed.positions()))
         call: Any = mesh.stub.Subscribe(request)
         async with rpc.cancelling(call):
+            # Ends: after the frames; without a number the test cancels it.
             while frames is None or frames > 0:
                 try:
                     message = await call.read()

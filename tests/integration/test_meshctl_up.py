@@ -463,6 +463,7 @@ async def test_a_running_command_is_ended_with_the_mesh(folder: Path) -> None:
     script = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
     async with meshctl(folder, "--then", sys.executable, "-c", script) as mesh:
         line = await mesh.line("pid ")
+        # Ends: the output ends; each line has a limit.
         while not line.startswith("pid "):
             line = await mesh.line("pid ")
         with watched([int(line.split()[1])]) as fds:

@@ -545,6 +545,7 @@ async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_t
         m.publisher.record_loss(0, "a test")
         kept = m.store_pages(2)
         turns = 0
+        # Ends: each turn frees pages.
         while m.feed.normalizer.free_deferred(0):
             await asyncio.sleep(0)
             turns += 1
@@ -564,6 +565,7 @@ async def test_a_large_shrink_yields_to_the_loop_and_keeps_events_in_order(
         assert len(indexer.held) == 100
         m.publisher.shrink(80, {0: m.position})
         turns = 0
+        # Ends: each turn withdraws blocks.
         while m.is_resizing():
             # A request sent meanwhile is for blocks that are already being withdrawn.
             m.publisher.shrink(20, {0: m.position})

@@ -101,6 +101,7 @@ async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_bu
         for first in range(0, 1000, 100):
             await session.send_queries(*range(first, first + 100))
         open_ones, seen = set[int](), set[int]()
+        # Ends: each answer has a limit.
         while len(seen) < 1000:
             for number, result in (await session.next_results_by_id()).items():
                 assert number not in seen

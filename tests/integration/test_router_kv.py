@@ -64,6 +64,7 @@ class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
     ) -> None:
         self.requests.append(request)
         sent = 0
+        # Ends: the caller cancels it.
         while True:
             for message in self.story[sent:]:
                 await context.write(message)

@@ -572,6 +572,7 @@ async def test_stop_lets_running_calls_finish_and_rejects_new_ones() -> None:
         await started.wait()
         stopping = asyncio.ensure_future(rpc.stop(service.server, 5.0, service.calls))
         rejection: errors.MeshError = errors.DeadlineExceeded()
+        # Ends: the server is being stopped, which has a limit.
         while isinstance(rejection, errors.DeadlineExceeded):  # Until it rejects new calls.
             with pytest.raises(errors.MeshError) as caught, map_rpc_errors():
                 await service.call("unary_unary", b"new", timeout=0.05)

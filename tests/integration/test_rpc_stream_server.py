@@ -247,6 +247,7 @@ async def test_a_handler_cannot_write_after_the_end() -> None:
 
     async def answer(request: bytes, context: Any) -> bytes:
         try:
+            # Ends: a write after the end raises.
             while True:
                 try:
                     await context.write(bytes(1000))

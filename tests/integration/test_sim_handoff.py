@@ -346,6 +346,7 @@ class Worker:
         messages: list[pb.GenerateResponse] = []
         try:
             async with rpc.cancelling(call):
+                # Ends: the call has a time limit.
                 while (message := await call.read()) is not grpc.aio.EOF:
                     assert isinstance(message, pb.GenerateResponse)
                     messages.append(message)

@@ -81,6 +81,7 @@ class Worker:
 async def rest(call: Any) -> list[pb.GenerateResponse]:
     """The messages of a call that were not read yet."""
     messages = []
+    # Ends: the call has a time limit.
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
     return messages

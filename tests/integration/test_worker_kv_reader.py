@@ -212,6 +212,7 @@ async def test_batches_that_are_known_already_yield_to_the_loop_too(
 
     async def others() -> None:
         nonlocal turns
+        # Ends: the test cancels it.
         while True:
             turns += 1
             await asyncio.sleep(0)

@@ -71,6 +71,7 @@ class Attach:
             await self._call.write(request_frame_to_proto(frame))
 
     async def _beat(self) -> None:
+        # Ends: the test cancels it.
         while True:
             # Sleep: the pace of heartbeats.
             await asyncio.sleep(0.2)

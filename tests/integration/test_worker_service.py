@@ -213,6 +213,7 @@ async def read_all(call: Any) -> list[pb.GenerateResponse]:
     messages = []
     try:
         async with rpc.cancelling(call):
+            # Ends: the call has a time limit.
             while (message := await call.read()) is not grpc.aio.EOF:
                 messages.append(message)
     except grpc.aio.AioRpcError as error:

@@ -146,8 +146,9 @@ class Session:
     async def results(self, count: int) -> list[pb.NewResult]:
         """The next `count` results, in any number of frames, each once."""
         results: list[pb.NewResult] = []
-        while len(results) < count:
-            results += (await self.read()).results
+        async with asyncio.timeout(WAIT_S):
+            while len(results) < count:
+                results += (await self.read()).results
         assert len({result.id for result in results}) == len(results) == count
         return results
 

@@ -277,6 +277,7 @@ async def test_a_stop_frees_slot_and_compute_within_a_quarter_of_a_second(
 ) -> None:
     """On a busy machine the best of several tries counts."""
     tries: list[tuple[float, int]] = []
+    # Ends: after TRIES tries.
     while len(tries) < TRIES and (FREED_S, 0) not in tries:
         runner = Runner(engine)
         took_s = await cancelled(runner, greedy_request(PROMPT, 3000), after)
@@ -290,6 +291,7 @@ async def test_closing_the_generator_frees_all_resources_without_an_abort(
     engine: SglangEngine,
 ) -> None:
     took_s: list[float] = []
+    # Ends: after TRIES tries.
     while len(took_s) < TRIES and min(took_s, default=FREED_S) >= FREED_S:
         ctx = GenerateContext("closed")
         stream = validate_stream(

@@ -268,6 +268,7 @@ class LossyPublisher:
             await self._live.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload])
 
     async def serve(self) -> None:
+        # Ends: the test cancels it.
         while True:
             client, _, first = await self._router.recv_multipart()
             self.replays += 1

@@ -11,6 +11,7 @@ import pytest
 from tools.style.commits import check_commits, commits_since, message_problems
 from tools.style.docstrings import packed_docstrings
 from tools.style.functions import LINES_MAX, long_functions
+from tools.style.loops import unbounded_loops
 from tools.style.sleeps import sleeps
 
 BODY = "The problem is known.\nThe solution is small. Validated by tests."
@@ -133,6 +134,35 @@ def test_a_sleep_of_a_test_states_its_reason_except_in_virtual_time(
     source: str, found: list[bool]
 ) -> None:
     assert [has_reason for _, has_reason in sleeps(source)] == found
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("while True:\n    await call.read()", True),
+        ("while send().status == 200:\n    pass", True),
+        ("while not ended:\n    time.sleep(1)", True),
+        ("# Ends: the peer closes.\nwhile True:\n    await call.read()", False),
+        ("while True:  # Ends: the peer closes.\n    await call.read()", False),
+        ("# Ends:\nwhile True:\n    await call.read()", True),
+        ("while time.monotonic() < end:\n    await call.read()", False),
+        ("while True:\n    assert loop.time() < deadline\n    await call.read()", False),
+        ("while queue:\n    queue.pop()", False),
+        (
+            "async def f():\n  async with asyncio.timeout(1):\n    while True:\n      await g()",
+            False,
+        ),
+        (
+            "async with asyncio.timeout(1):\n  async def f():\n    while True:\n      await g()",
+            True,
+        ),
+        ("from tests.sim.loop import run\nwhile True:\n    await call.read()", False),
+    ],
+)
+def test_a_loop_that_may_wait_has_a_bound_or_states_what_ends_it(
+    source: str, is_found: bool
+) -> None:
+    assert bool(list(unbounded_loops(source))) == is_found
 
 
 def git(root: Path, *arguments: str) -> str:

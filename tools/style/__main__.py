@@ -15,6 +15,7 @@ import sys
 from tools.style.commits import check_commits
 from tools.style.docstrings import check_packed_docstrings
 from tools.style.functions import check_function_lengths
+from tools.style.loops import check_loops
 from tools.style.names import check_class_names, check_log_events
 from tools.style.sleeps import check_sleeps
 from tools.style.words import added_texts, all_texts, check_words
@@ -34,6 +35,7 @@ def main() -> int:
         check_function_lengths(),
         check_packed_docstrings(),
         check_sleeps(),
+        check_loops(),
         check_commits(),
     ]
     return 0 if all(checks) else 1

@@ -8,7 +8,7 @@ Modules that use the loop of tests/sim run in virtual time and are not checked.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tools.style.sources import ROOT, report, tracked_files
 
@@ -25,24 +25,33 @@ def _is_sleep(call: ast.Call) -> bool:
     return False
 
 
-def _imports(tree: ast.Module, module: str) -> bool:
+def imports(tree: ast.Module, module: str) -> bool:
+    """Returns whether a module imports from another one."""
     return any(isinstance(node, ast.ImportFrom) and node.module == module for node in tree.body)
 
 
 def sleeps(source: str) -> Iterator[tuple[int, bool]]:
     """Yields the line of each sleep, and whether its reason is stated."""
     tree = ast.parse(source)
-    if _imports(tree, VIRTUAL_TIME):
+    if imports(tree, VIRTUAL_TIME):
         return
     lines = ["", *source.splitlines()]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _is_sleep(node):
-            above = node.lineno - 1
-            while lines[above].strip().startswith("#") and REASON not in lines[above]:
-                above -= 1
-            stated = lines[above] if lines[above].strip().startswith("#") else ""
-            reasons = (line.partition(REASON)[2].strip() for line in (stated, lines[node.lineno]))
-            yield node.lineno, any(reasons)
+            yield node.lineno, states_reason(lines, node.lineno, REASON)
+
+
+def states_reason(lines: Sequence[str], number: int, word: str) -> bool:
+    """Returns whether a comment on a line or above it states a reason.
+
+    - lines: of the module; the first one has the number 1.
+    - word: with which the comment begins.
+    """
+    above = number - 1
+    while lines[above].strip().startswith("#") and word not in lines[above]:
+        above -= 1
+    stated = lines[above] if lines[above].strip().startswith("#") else ""
+    return any(line.partition(word)[2].strip() for line in (stated, lines[number]))
 
 
 def check_sleeps() -> bool:

@@ -45,6 +45,7 @@ async def test_other_tasks_run_after_each_slice_and_changes_do_not_interleave() 
     log: list[str] = []
 
     async def tick() -> None:
+        # Ends: the other task has logged as often.
         while log.count("b") < 20:
             log.append("tick")
             await asyncio.sleep(0)

@@ -423,6 +423,7 @@ async def test_decisions_run_while_a_large_batch_is_applied(
     await bed.feed(status(ONE))
     bed.fake.messages.put_nowait(stored(ONE, 1, blocks))
     depths: list[int] = []
+    # Ends: each turn applies blocks.
     while not depths or depths[-1] < len(blocks):
         depths.append(bed.depth(blocks))
         await asyncio.sleep(0)
@@ -438,6 +439,7 @@ async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
     message.more.extend(stored(ONE, n + 1, blocks[n : n + 1]) for n in range(50))
     bed.fake.messages.put_nowait(message)
     depths: list[int] = []
+    # Ends: each turn applies blocks.
     while not depths or depths[-1] < len(blocks):
         depths.append(bed.depth(blocks))
         await asyncio.sleep(0)

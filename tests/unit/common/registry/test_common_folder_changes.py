@@ -90,6 +90,7 @@ async def test_members_are_seen_without_polls(
     async with asyncio.timeout(WAIT_S), registry.watch("ns") as watch:
 
         async def shows(*worker_ids: int) -> None:
+            # Ends: the caller has a time limit.
             while set(watch.current.instances) != set(worker_ids):
                 await watch.next()
 

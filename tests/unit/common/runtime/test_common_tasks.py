@@ -128,6 +128,7 @@ async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -
             await asyncio.sleep(0)
 
     async def follow_forever() -> None:
+        # Ends: the test cancels it.
         while True:
             try:
                 async with TaskGroup() as tasks:

@@ -330,6 +330,7 @@ async def test_a_task_that_ignores_its_cancellation_does_not_block_the_exit() ->
     exits: list[int] = []
 
     async def work(_lifecycle: Lifecycle) -> None:
+        # Ends: the test sets it.
         while not stubborn.is_set():
             try:
                 await stubborn.wait()
@@ -472,6 +473,7 @@ def test_the_second_signal_exits_at_once_with_status_128_plus_its_number(
     process, _ = launch("hang")
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
+    # Ends: the process ends.
     while "draining" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(second)

@@ -56,6 +56,7 @@ async def closed(client: Client) -> bytes:
     reader, writer = client
     received = b""
     try:
+        # Ends: the server closes; each read has a limit.
         while part := await asyncio.wait_for(reader.read(1 << 16), WAIT_S):
             received += part
     except ConnectionError:
@@ -104,6 +105,7 @@ async def test_a_client_that_does_not_read_is_closed() -> None:
 async def test_a_large_body_before_the_response_to_another_request_is_not_buffered() -> None:
     async def never(_scope: Scope, receive: Receive, _send: Send) -> None:
         kind = ""
+        # Ends: the server closes.
         while kind != "http.disconnect":
             with contextlib.suppress(TimeoutError):  # each call of `receive` reads on
                 kind = (await asyncio.wait_for(receive(), TIME_S / 5))["type"]
@@ -130,6 +132,7 @@ async def test_connections_above_the_limit_receive_503() -> None:
 
 async def test_bytes_of_a_chunked_body_besides_its_content_are_limited() -> None:
     async def read(_scope: Scope, receive: Receive, send: Send) -> None:
+        # Ends: the body or the connection ends.
         while (await receive()).get("more_body"):
             pass
         await send_response(send, 200, (), b"ok")

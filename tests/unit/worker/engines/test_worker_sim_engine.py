@@ -363,6 +363,7 @@ async def test_the_engine_yields_to_the_loop_while_it_is_behind() -> None:
         stop = StopConditions(max_tokens=30_000, ignore_eos=True)
         turns_taken = 0
         answering = asyncio.ensure_future(outputs_of(engine, request(stop=stop)))
+        # Ends: the request has a token limit.
         while not answering.done():
             await asyncio.sleep(0)
             turns_taken += 1

@@ -245,6 +245,7 @@ class Clinging(FakeEngine):
                 self.clinging -= 1
 
     async def _cling(self) -> None:
+        # Ends: the test sets it.
         while not self.may_close.is_set():
             try:
                 await self.may_close.wait()
