@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 SIZE = 384
 CONTEXT = 32_768
+# 64 rounds of 32 inputs: 4 s on an idle machine.
+BATCH_S = 4 * WAIT_S
 ORACLE = Oracle()
 _MODEL = load_sim_model(SIM_MODEL_DIR)
 VECTORS = TokenOracle(_MODEL.word_ids, _MODEL.eos_ids[0])
@@ -43,10 +45,11 @@ def accepted(worker: Service) -> int:
 
 
 # Any, here and below: JSON.
-def post(mesh: Mesh, value: Any, **fields: Any) -> httpx.Response:
+def post(mesh: Mesh, value: Any, *, timeout_s: float = WAIT_S, **fields: Any) -> httpx.Response:
     headers = fields.pop("headers", None)
     body = {"model": MODEL, "input": value, **fields}
-    return mesh.http.post(f"{mesh.url}/v1/embeddings", json=body, headers=headers)
+    url = f"{mesh.url}/v1/embeddings"
+    return mesh.http.post(url, json=body, headers=headers, timeout=timeout_s)
 
 
 def vectors(response: httpx.Response) -> list[Vector]:
@@ -108,7 +111,8 @@ def test_dimensions_shorten_the_vectors(mesh: Mesh) -> None:
 def test_the_largest_batch_is_in_order_and_runs_on_all_workers(mesh: Mesh) -> None:
     before = [accepted(worker) for worker in mesh.workers]
     texts: list[Any] = [[number + 1, number % 7] for number in range(2048)]
-    response = post(mesh, texts, encoding_format="base64", headers={"x-request-id": "batch"})
+    options = {"encoding_format": "base64", "headers": {"x-request-id": "batch"}}
+    response = post(mesh, texts, timeout_s=BATCH_S, **options)
     assert are_equal(vectors(response), texts)
     line = mesh.request_line("batch")
     assert (line["endpoint"], line["status"], line["prompt_tokens"]) == ("embeddings", 200, 4096)
