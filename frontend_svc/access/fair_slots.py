@@ -25,13 +25,14 @@ class FairSlots:
     @asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
         """Holds a slot for the duration of the block; waits until the tenant may have one."""
-        await self._take(tenant)
+        await self.take(tenant)
         try:
             yield
         finally:
-            self._give_back(tenant)
+            self.give_back(tenant)
 
-    async def _take(self, tenant: str) -> None:
+    async def take(self, tenant: str) -> None:
+        """Takes a slot, which the caller gives back; waits until the tenant may have one."""
         if tenant not in self._waiting and self._is_permitted(tenant):
             self._grant(tenant)
             return
@@ -43,8 +44,15 @@ class FairSlots:
             if granted.cancelled():
                 self._leave_queue(tenant, granted)
             else:
-                self._give_back(tenant)
+                self.give_back(tenant)
             raise
+
+    def give_back(self, tenant: str) -> None:
+        self._free += 1
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._grant_to_waiting()
 
     def _is_permitted(self, tenant: str) -> bool:
         return self._held[tenant] < self._free
@@ -52,13 +60,6 @@ class FairSlots:
     def _grant(self, tenant: str) -> None:
         self._free -= 1
         self._held[tenant] += 1
-
-    def _give_back(self, tenant: str) -> None:
-        self._free += 1
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
-        self._grant_to_waiting()
 
     def _grant_to_waiting(self) -> None:
         while (

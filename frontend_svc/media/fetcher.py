@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Final
 
 import httpcore
@@ -30,6 +31,11 @@ _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _HEADERS: Final = ((b"User-Agent", b"kvmesh"), (b"Accept-Encoding", b"identity"))
 
+# The threads that resolve names: those of uvloop.
+RESOLUTIONS_MAX: Final = 4
+# Of the fetch that this task runs.
+_TENANT: ContextVar[str] = ContextVar("kvmesh_media_tenant", default="")
+
 # (host, port) -> all addresses of the host.
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -45,12 +51,39 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+class _FairResolver:
+    """Resolves names, with a fair share of the threads by tenant."""
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._slots = FairSlots(RESOLUTIONS_MAX)
+        self._running: set[asyncio.Task[Sequence[str]]] = set()
+
+    async def addresses(self, host: str, port: int) -> Sequence[str]:
+        """Returns the addresses of a host. Raises what `resolve` does."""
+        tenant = _TENANT.get()
+        await self._slots.take(tenant)
+        task = asyncio.create_task(self._run(host, port))
+        self._running.add(task)
+
+        def on_end(_: object) -> None:
+            self._running.discard(task)
+            self._slots.give_back(tenant)
+
+        # The thread of a resolution that is not awaited any more stays busy until its end.
+        task.add_done_callback(on_end)
+        return await asyncio.shield(task)
+
+    async def _run(self, host: str, port: int) -> Sequence[str]:
+        return await self._resolve(host, port)
+
+
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to public addresses, and to the hosts of the operator. hosts: `host:port`."""
 
     def __init__(self, hosts: Collection[str], resolve: Resolve) -> None:
         self._hosts = hosts
-        self._resolve = resolve
+        self._resolver = _FairResolver(resolve)
         self._network = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -65,7 +98,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         if not is_allowed and port not in _PORTS.values():
             raise _Refused(f"port {port} is not 80 or 443")
         try:
-            addresses = await self._resolve(host, port)
+            addresses = await self._resolver.addresses(host, port)
         except OSError:
             raise httpcore.ConnectError(f"{host!r} has no address") from None
         except UnicodeError:  # a label that is empty or above 63 characters
@@ -111,6 +144,7 @@ class MediaFetcher:
 
         - tenant: takes a connection of its share, and waits for one within the time limit.
         """
+        _TENANT.set(tenant)
         try:
             async with asyncio.timeout(self._timeout_s), self._slots.slot(tenant):
                 return await self._follow(url, bytes_max, field)

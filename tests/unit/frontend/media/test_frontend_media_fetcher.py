@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from frontend_svc.media.addresses import are_public
-from frontend_svc.media.fetcher import CONNECTIONS_MAX, MediaFetcher
+from frontend_svc.media.fetcher import CONNECTIONS_MAX, RESOLUTIONS_MAX, MediaFetcher
 from tests.kit.waiting import until
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "2a00:1450:4001::1"]
@@ -134,15 +134,44 @@ async def test_slow_urls_of_a_tenant_leave_connections_for_other_tenants() -> No
         assert [await task for task in slow_urls] == [("", PNG)] * len(slow_urls)
 
 
-async def test_a_url_that_waits_for_the_share_of_its_tenant_has_the_time_limit() -> None:
-    async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await writer.wait_closed()
+@pytest.mark.slow
+async def test_slow_names_of_a_tenant_leave_resolutions_for_other_tenants() -> None:
+    """A resolution cannot be cancelled: it counts until its thread is free."""
+    running, released = 0, asyncio.Event()
 
-    async with site(respond) as host:
-        fetcher = MediaFetcher(hosts={host}, timeout_s=0.3)
-        urls = [
-            fetcher.fetch(f"http://{host}/slow", 100, "x", "greedy") for _ in range(CONNECTIONS_MAX)
-        ]
-        for result in await asyncio.gather(*urls, return_exceptions=True):
-            assert isinstance(result, InvalidRequest)
-            assert result.reason == "MEDIA_UNAVAILABLE"
+    async def resolve(host: str, _: int) -> Sequence[str]:
+        nonlocal running
+        if host == "slow.invalid":
+            running += 1
+            await released.wait()
+            running -= 1
+        return ["127.0.0.1"]
+
+    async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n" + PNG)
+        await writer.drain()
+
+    async with site(respond) as address:
+        port = address.rpartition(":")[2]
+        names = [f"{name}.invalid:{port}" for name in ("slow", "fast")]
+        fetcher = MediaFetcher(hosts=names, timeout_s=1.5, resolve=resolve)
+        for _ in range(2):
+            urls = [fetcher.fetch(f"http://{names[0]}/", 100, "x", "greedy") for _ in range(20)]
+            results = await asyncio.gather(*urls, return_exceptions=True)
+            assert all(isinstance(result, InvalidRequest) for result in results)
+            assert running == RESOLUTIONS_MAX // 2
+            found = await fetcher.fetch(f"http://{names[1]}/", 100, "x", "other")
+            assert found == ("", PNG)
+        released.set()
+        await until(lambda: not running, "the resolutions end")
+        assert await fetcher.fetch(f"http://{names[0]}/", 100, "x", "greedy") == ("", PNG)
+
+
+async def test_a_url_that_waits_for_the_share_of_its_tenant_has_the_time_limit() -> None:
+    fetcher = MediaFetcher(hosts=(), timeout_s=0.1)
+    async with contextlib.AsyncExitStack() as held:
+        for _ in range(CONNECTIONS_MAX // 2):
+            await held.enter_async_context(fetcher._slots.slot("greedy"))
+        with pytest.raises(InvalidRequest, match=r"within 0\.1 s") as raised:
+            await fetcher.fetch("http://other.invalid/", 100, "x", "greedy")
+    assert (raised.value.field, raised.value.reason) == ("x", "MEDIA_UNAVAILABLE")
