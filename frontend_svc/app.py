@@ -89,11 +89,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         siblings: Siblings | None = None,
     ) -> None:
         """siblings: None if no other process shares the HTTP port."""
-        connections_max = connection_limit(config.connections_max)
+        self._connections_max = connection_limit(config.connections_max)
         super().__init__(
             "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
         )
-        self._connections_max = connections_max
         self._siblings = siblings
         self._rng = Random()
         self._members = Members()
