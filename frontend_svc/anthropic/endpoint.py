@@ -31,7 +31,7 @@ class MessagesApi:
                 omits_thinking=request.omits_thinking,
             )
 
-        return ParsedBody(request, make_format)
+        return ParsedBody(request, make_format, omitted_tools=request.omitted_tools)
 
 
 class CountTokensEndpoint(PostEndpoint[MessagesChat]):
@@ -39,6 +39,7 @@ class CountTokensEndpoint(PostEndpoint[MessagesChat]):
 
     async def parse(self, context: HttpRequest, raw: bytes) -> MessagesChat:
         context.progress.body = request = await off_loop(len(raw), parse_count, raw)
+        context.progress.omitted_tools = request.omitted_tools
         return request
 
     async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:

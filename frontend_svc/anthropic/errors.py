@@ -1,8 +1,9 @@
 """Maps errors to the responses of the Messages API (pure).
 
 Statuses and headers are those of the OpenAI API (`errors.py`), with one exception: a
-mesh at capacity is 529 `overloaded_error`, the status that Anthropic's clients expect. `details`
-has the invalid field as `param`, and a code.
+mesh at capacity is 529 `overloaded_error`, the status that Anthropic's clients expect. A prompt
+that exceeds the context has Anthropic's text, whose numbers clients read. `details` has the invalid
+field as `param`, and a code.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Final
 
 import orjson
 
-from common.errors import MeshError
+from common.errors import MeshError, PromptTooLong
 from frontend_svc import errors as openai
 from frontend_svc.anthropic.translation import client_field
 from frontend_svc.errors import ErrorForm, ErrorType, HttpError
+from frontend_svc.openai.body.preprocessing import CONTEXT_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS
 
 OVERLOADED_STATUS: Final = 529
 _TYPES: Final = {
@@ -38,7 +40,7 @@ def http_error(error: BaseException, request_id: str, headers: Container[bytes] 
     is_overload = response.error_type is ErrorType.OVERLOAD
     status = OVERLOADED_STATUS if is_overload else response.status
     message, param, code = openai.error_details(error, headers)
-    message, param = _renamed(message, param)
+    message, param = _renamed(_own_wording(error) or message, param)
     return replace(
         response, status=status, body=error_body(status, message, param, code, request_id)
     )
@@ -47,7 +49,24 @@ def http_error(error: BaseException, request_id: str, headers: Container[bytes] 
 def client_message(error: MeshError, headers: Container[bytes]) -> tuple[str, str | None]:
     """Returns message and `param` of an error with the client's field names. headers: see
     `http_error`."""
-    return _renamed(*openai.client_message(error, headers))
+    message, param = openai.client_message(error, headers)
+    return _renamed(_own_wording(error) or message, param)
+
+
+def _own_wording(error: BaseException) -> str | None:
+    """Returns Anthropic's text for an error; None for the text that it has. Agents read the numbers
+    of this text: they ask for fewer tokens, or shorten the conversation."""
+    if not isinstance(error, PromptTooLong) or PROMPT_TOKENS not in error.metadata:
+        return None
+    prompt, output, context = map(
+        error.metadata.__getitem__, (PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT_TOKENS)
+    )
+    if output == "0":
+        return f"prompt is too long: {prompt} tokens > {int(context) - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {context}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 def _renamed(message: str, param: str | None) -> tuple[str, str | None]:

@@ -14,6 +14,8 @@ Honoured
 Accepted, because they cannot change the response
                cache_control (prefixes are cached automatically), metadata, service_tier,
                tools[].eager_input_streaming, signature of thinking blocks
+Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if other tools remain
+               tools of `HOSTED_TOOLS`: the vendor's servers run them, and no answer need use them
 Accepted with a value that has no effect, else refused by name
                speed (standard), citations ([]), caller and
                tools[].allowed_callers (direct), tools[].defer_loading (false),
@@ -30,12 +32,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
     LIST,
     MESSAGES_MAX,
     MODEL_CHARS_MAX,
+    OBJECT,
     PARTS_MAX,
     STOP_STRINGS_MAX,
     TEXT,
@@ -55,6 +58,8 @@ from frontend_svc.openai.body.fields import (
 THINKING_TOKENS_MIN = 1024
 _BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 _OTHER_BLOCK = "\0block"
+# Tools that Anthropic's own servers run: the start of their type.
+HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_tool_")
 _NO_TOOLSETS = "only tools of the request are available"
 
 # Any: its content has no effect.
@@ -75,6 +80,11 @@ def _source_tag(value: object) -> str:
 def _result_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     return "\0image" if kind == "image" else TEXT
+
+
+def _tool_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "\0hosted" if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS) else OBJECT
 
 
 def _refuse_block_type(value: object) -> NoReturn:
@@ -231,6 +241,21 @@ class CustomTool(StrictModel):
     input_examples: Annotated[object, refuse("put examples into the description", [])] = None
 
 
+class ServerTool(StrictModel):
+    """A tool of HOSTED_TOOLS, with any settings."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    name: ToolName
+
+
+RequestedTool: TypeAlias = Annotated[
+    Annotated[CustomTool, Tag(OBJECT)] | Annotated[ServerTool, Tag("\0hosted")],
+    Discriminator(_tool_tag),
+]
+
+
 class ToolChoice(StrictModel):
     """name: exactly for the type `tool`."""
 
@@ -268,7 +293,7 @@ class PromptRequest(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[CustomTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[RequestedTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from common.errors import InvalidRequest, Unsupported
 from frontend_svc.anthropic.schema import (
@@ -19,6 +19,7 @@ from frontend_svc.anthropic.schema import (
     Message,
     MessagesRequest,
     PromptRequest,
+    ServerTool,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -70,12 +71,25 @@ R = TypeVar("R", bound=PromptRequest)
 
 
 class MessagesChat(openai.ChatRequest):
-    """A chat from the Messages API. thinking: whether the response has reasoning; None: the chat
-    template decides. omits_thinking: whether its blocks are empty. effort: None: the default."""
+    """A chat from the Messages API."""
 
     thinking: bool | None = None
+    """Whether the response has reasoning; None: the chat template decides."""
+
     omits_thinking: bool = False
+    """Whether its blocks are empty."""
+
     effort: str | None = None
+    """None: the default."""
+
+    tool_indices: Annotated[Sequence[int], Field(exclude=True)] = ()
+    """Of the functions among the tools of the body."""
+
+    omitted_tools: Annotated[Sequence[str], Field(exclude=True)] = ()
+    """Types of the tools that are left out."""
+
+    def tool_path(self, index: int) -> str:
+        return f"tools[{self.tool_indices[index]}].function"
 
     def template_kwargs(self, variables: Container[str], *, is_reasoning: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {}
@@ -200,8 +214,16 @@ def _generation_fields(request: MessagesRequest) -> dict[str, Any]:
 
 def _tool_fields(request: PromptRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if request.tools:
-        fields["tools"] = [_tool(tool) for tool in request.tools]
+    tools = list(enumerate(request.tools or ()))
+    custom = [(index, tool) for index, tool in tools if isinstance(tool, CustomTool)]
+    hosted = [(index, tool) for index, tool in tools if isinstance(tool, ServerTool)]
+    if hosted and not custom:
+        text = "the server runs no tools; only custom tools are available"
+        raise Unsupported(f"tools[{hosted[0][0]}].type", text)
+    if custom:
+        fields["tools"] = [_tool(tool) for _, tool in custom]
+        fields["tool_indices"] = [index for index, _ in custom]
+        fields["omitted_tools"] = tuple(dict.fromkeys(tool.type for _, tool in hosted))
     choice = request.tool_choice
     if choice is not None:
         fields["tool_choice"] = _tool_choice(choice)

@@ -1,7 +1,8 @@
 """Bodies of `/v1/embeddings` and their responses (pure).
 
 Honoured: model, input (a text, token ids, or up to INPUTS_MAX of them), encoding_format (float,
-base64), dimensions. Accepted without effect: user. Any other name is refused as unknown.
+base64), dimensions. Accepted without effect: user, and `CallerFields` of
+`openai/body/ignored.py`. Any other name is refused as unknown.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from frontend_svc.openai.body.fields import (
     U32,
     WRONG_TYPE,
     AtLeastOne,
-    StrictModel,
     prompt_kind,
     wrong_type,
 )
+from frontend_svc.openai.body.ignored import CallerFields
 from frontend_svc.openai.body.parsing import parse_json_object
 from frontend_svc.openai.body.validation_errors import invalid_value
 from frontend_svc.openai.output.json_bytes import compact_json
@@ -42,7 +43,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[list[U32], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)]
 
 
-class EmbeddingRequest(StrictModel):
+class EmbeddingRequest(CallerFields):
     """The body of `/v1/embeddings`."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]

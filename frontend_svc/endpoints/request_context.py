@@ -22,6 +22,7 @@ from frontend_svc.text.api_format import ApiFormat
 from frontend_svc.tracing import RequestSpan
 
 MODEL_OWNER = "kvmesh"
+OMITTED_TOOLS_HEADER = b"x-kvmesh-omitted-tools"
 
 
 class RequestBody(Protocol):
@@ -57,6 +58,9 @@ class Progress:
 
     uses_alias: bool = False
     """Whether the body names its extensions `kvmesh`."""
+
+    omitted_tools: Sequence[str] = ()
+    """Types of the tools of the body that are left out of its prompt."""
 
     meter: RequestMeter | None = None
 
@@ -130,8 +134,11 @@ class HttpRequest:
 
     @property
     def own_headers(self) -> Headers:
-        """Headers of every response: the ids of the request, and what is left of its quota."""
+        """Headers of every response: the ids of the request, what is left of its quota, and which
+        tools its prompt does not have."""
         headers = id_headers(self.route.errors, self.client_id)
+        if omitted := self.progress.omitted_tools:
+            headers = (*headers, (OMITTED_TOOLS_HEADER, ", ".join(omitted).encode()))
         return headers if self.quota is None else (*headers, *self.quota.headers)
 
     @property

@@ -15,7 +15,7 @@ from frontend_svc.openai.body.parsing import INLINE_BODY_BYTES, parse_chat, pars
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.completion_format import CompletionFormat
-from frontend_svc.openai.output.sse import ChunkKind
+from frontend_svc.openai.output.sse import ChunkKind, UsageSoFar
 from frontend_svc.text.api_format import ApiFormat
 
 P = ParamSpec("P")
@@ -50,6 +50,9 @@ class ResponseInfo:
     prompt_tokens: int
     """Tokens of all prompts."""
 
+    token_counts: list[int] | None = None
+    """Output tokens of each choice up to now, which the choices set; None: nothing reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
@@ -57,6 +60,9 @@ class ParsedBody:
 
     request: ChatRequest | CompletionRequest
     make_format: Callable[[ResponseInfo], ApiFormat]
+
+    omitted_tools: Sequence[str] = ()
+    """Types of the tools that are left out because no server here runs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class GenerationApi(Protocol):
         ...
 
 
+def _usage_so_far(info: ResponseInfo) -> UsageSoFar | None:
+    counts = info.token_counts
+    return None if counts is None else UsageSoFar(info.prompt_tokens, counts)
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionApi:
     """Chat completions, or completions. table: the engines that serve it."""
@@ -106,6 +117,7 @@ class CompletionApi:
                 info.created,
                 choices=info.choices,
                 include_usage=request.include_usage,
+                usage_so_far=_usage_so_far(info),
             )
 
         return ParsedBody(request, make_format)

@@ -18,10 +18,13 @@ from frontend_svc.tools.harmony import HarmonyParser
 from frontend_svc.tools.parser import ToolCallParser
 
 
-def make_choices(prepared: PreparedBody, request_ids: Sequence[str]) -> list[Choice]:
+def make_choices(
+    prepared: PreparedBody, request_ids: Sequence[str], counts: list[int] | None = None
+) -> list[Choice]:
     """Returns the choices of all prompts, in order.
 
     - request_ids: of the requests that generate them.
+    - counts: of `ResponseInfo`.
     """
     body, model = prepared.body, prepared.model
     choices: list[Choice] = []
@@ -33,7 +36,9 @@ def make_choices(prepared: PreparedBody, request_ids: Sequence[str]) -> list[Cho
                 parser = _response_parser(request_ids[number], model, prepared.plan, request)
             text = _text_stream(body, model, for_parser=parser is not None)
             token_bytes = _token_bytes(body, model)
-            choices.append(Choice(number, text, parser, echo=echo, token_bytes=token_bytes))
+            choices.append(
+                Choice(number, text, parser, echo=echo, token_bytes=token_bytes, counts=counts)
+            )
     return choices
 
 

@@ -66,6 +66,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         request = with_headers(parsed.request, read_headers(context.header_pairs))
         progress = context.progress
         progress.body, progress.uses_alias = request, request.kvmesh is not None
+        progress.omitted_tools = parsed.omitted_tools
         check_permissions(context.caller, request.nvext, request.priority)
         return parsed if request is parsed.request else replace(parsed, request=request)
 
@@ -76,7 +77,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         api_format = body.make_format(info)
         is_query_only = extension is not None and extension.is_query_only
         plans = self._plans(context, prepared, is_query_only=is_query_only)
-        choices = make_choices(prepared, [plan.request_id for plan, _ in plans])
+        request_ids = [plan.request_id for plan, _ in plans]
+        choices = make_choices(prepared, request_ids, info.token_counts)
         context.progress.choices_per_prompt = prepared.body.choices_per_prompt
         with open_requests(self._dependencies, context, plans, meter) as opened:
             open_choices = [
@@ -202,13 +204,15 @@ def _count_prompts(
 
 
 def _response_info(context: HttpRequest, prepared: PreparedBody) -> ResponseInfo:
+    choices = len(prepared.requests) * prepared.body.choices_per_prompt
     return ResponseInfo(
         context.request_id,
         context.client_id.decode("latin-1"),
         prepared.model.name,
         int(time.time()),
-        choices=len(prepared.requests) * prepared.body.choices_per_prompt,
+        choices=choices,
         prompt_tokens=prepared.prompt_tokens,
+        token_counts=[0] * choices if prepared.body.continuous_usage else None,
     )
 
 

@@ -32,7 +32,9 @@ from frontend_svc.responses.response_object import new_response
 from frontend_svc.responses.schema import Item, ResponsesRequest
 from frontend_svc.responses.store import StoredResponse
 from frontend_svc.responses.stored import StoredResponses
+from frontend_svc.responses.tools import FunctionNames
 from frontend_svc.responses.translation import (
+    ResponsesChat,
     input_items,
     parse_responses,
     read_items,
@@ -61,15 +63,15 @@ class ResponsesApi:
         earlier = await self._earlier_items(request, tenant)
         new_items = input_items(request, await self._referenced(request, tenant))
 
-        def make_chat() -> ChatRequest:
+        def make_chat() -> ResponsesChat:
             return to_chat(request, [*read_items(earlier), *new_items])
 
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
 
         def make_format(info: ResponseInfo) -> ApiFormat:
-            return self._format(request, info, earlier, new_items, tenant)
+            return self._format(request, info, earlier, new_items, tenant, chat.chat_tools.names)
 
-        return ParsedBody(chat, make_format)
+        return ParsedBody(chat, make_format, omitted_tools=chat.chat_tools.omitted)
 
     def _format(
         self,
@@ -78,6 +80,7 @@ class ResponsesApi:
         earlier: tuple[bytes, ...],
         new_items: list[Item],
         tenant: str,
+        names: FunctionNames,
     ) -> ResponsesFormat:
         stored = self.stored if request.store is not False else None
         new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
@@ -88,7 +91,7 @@ class ResponsesApi:
                 stored.put(new_id, StoredResponse(response, items, tenant))
 
         response = new_response(request, new_id, info.created, is_stored=stored is not None)
-        return ResponsesFormat(response, store)
+        return ResponsesFormat(response, store, names)
 
     async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
         """Returns the conversation up to the previous response, as JSON items."""
@@ -142,9 +145,10 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
         self._api = api
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ChatRequest:
-        chat = (await self._api.parse(raw, context.caller)).request
+        parsed = await self._api.parse(raw, context.caller)
+        chat = parsed.request
         assert isinstance(chat, ChatRequest), "a body of the Responses API becomes a chat"
-        context.progress.body = chat
+        context.progress.body, context.progress.omitted_tools = chat, parsed.omitted_tools
         return chat
 
     async def serve(self, context: HttpRequest, body: ChatRequest, meter: RequestMeter) -> None:

@@ -14,23 +14,31 @@ from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.openai.output.sse import KEEP_ALIVE
 from frontend_svc.responses.output import Json, OutputItems
 from frontend_svc.responses.response_object import usage_object
+from frontend_svc.responses.tools import FunctionNames
 from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, TokenText
 from frontend_svc.tools.deltas import Content, Delta
 
 # Why a response is incomplete; other finish reasons are complete.
 _INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
+_PLAIN_NAMES: Final = FunctionNames()
+
 
 class ResponsesFormat:
     """Writes one response. response: from `new_response`. on_complete: receives its JSON before the
-    client does."""
+    client does. names: of its functions."""
 
     keep_alive: Final = KEEP_ALIVE
 
-    def __init__(self, response: Json, on_complete: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        response: Json,
+        on_complete: Callable[[bytes], None],
+        names: FunctionNames = _PLAIN_NAMES,
+    ) -> None:
         self._response = response
         self._on_complete = on_complete
-        self._output = OutputItems(response["id"])
+        self._output = OutputItems(response["id"], names)
         self._next_number = 0
         self._incomplete_reason: str | None = None
 

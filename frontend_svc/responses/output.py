@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal, TypeAlias
 
 from frontend_svc.responses.ids import item_id
+from frontend_svc.responses.tools import FunctionNames
 from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
 ItemStatus: TypeAlias = Literal["completed", "incomplete"]
@@ -35,8 +36,9 @@ Json = dict[str, Any]
 class OutputItems:
     """The output of one response. Its events lack `sequence_number`."""
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, names: FunctionNames) -> None:
         self._response_id = response_id
+        self._names = names
         self._open: Json | None = None
         self._pieces: list[str] = []
         self.items: list[Json] = []
@@ -92,7 +94,11 @@ class OutputItems:
             case Reasoning():
                 return item | {"summary": [], "content": []}
             case CallStart(_, name, call_id):
-                return item | {"call_id": call_id, "name": name, "arguments": ""}
+                return item | {
+                    "call_id": call_id,
+                    **self._names.call_fields(name),
+                    "arguments": "",
+                }
         raise AssertionError("arguments follow the start of their call")
 
     def _part_event(self, name: str, part: Json) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.responses.schema import NamedTool, ResponsesRequest
+from frontend_svc.responses.schema import HostedTool, NamedTool, ResponsesRequest
 
 # Any: JSON.
 Json = dict[str, Any]
@@ -43,7 +43,11 @@ def new_response(
         "temperature": request.temperature,
         "text": {"format": text_format, "verbosity": "medium"},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": [
+            tool.model_dump(exclude={"defer_loading"})
+            for tool in request.tools or ()
+            if not isinstance(tool, HostedTool)
+        ],
         "top_logprobs": 0,
         "top_p": request.top_p,
         "truncation": "disabled",

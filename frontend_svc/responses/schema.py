@@ -6,13 +6,16 @@ Honoured
   model, input (a text, or items: messages of the roles user, assistant, system, developer with
   text parts, those of user and results of functions also with input_image; function_call;
   function_call_output; reasoning; item_reference), instructions,
-  previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions),
-  tool_choice (none, auto, required, a function), parallel_tool_calls, text.format (text,
-  json_object, json_schema), reasoning.effort (as reasoning_effort of a chat), metadata (returned)
-  nvext and chat_template_kwargs, as in a chat
+  previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions, and
+  namespaces of functions), tool_choice (none, auto, required, a function), parallel_tool_calls,
+  text.format (text, json_object, json_schema), reasoning.effort (as reasoning_effort of a chat),
+  metadata (returned), nvext and chat_template_kwargs, as in a chat
 Accepted, because they cannot change the response
   user, safety_identifier, prompt_cache_key, max_tool_calls (it limits built-in tools),
-  id, status and phase of items, logprobs of parts
+  id, status and phase of items, logprobs of parts, tools[].defer_loading (all functions are in the
+  prompt), and `CallerFields` of `openai/body/ignored.py`
+Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if other tools remain
+  tools of `HOSTED_TOOLS`: the vendor's own server runs them, and no answer need use them
 Accepted with a value that has no effect, else refused by name
   include (only reasoning.encrypted_content: reasoning items contain their text, so that clients may
   send them back), background (false), truncation (disabled), service_tier (auto, default),
@@ -20,7 +23,7 @@ Accepted with a value that has no effect, else refused by name
   (auto: there is none), reasoning.context (auto), reasoning.mode (standard),
   stream_options.include_obfuscation (false), annotations of parts ([]), detail of images (auto)
 Refused by name unless null
-  other items, parts and tools (files, web search, MCP), conversation, prompt, moderation,
+  other items, parts and tools (files, MCP, shells, custom ones), conversation, prompt, moderation,
   access_programs, context_management, image, prompt_cache_options, encrypted_content of reasoning
 
 `null` means absent. Types are strict, as in `openai/body/schema.py`.
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
     LIST,
@@ -52,12 +55,17 @@ from frontend_svc.openai.body.fields import (
     unsupported,
     wrong_type,
 )
+from frontend_svc.openai.body.ignored import CallerFields
 from frontend_svc.openai.body.nvext import Nvext
 
+# Tools that a server of the vendor runs, without data of the caller: the start of their type. Some
+# agents send them with each request.
+HOSTED_TOOLS = ("web_search", "image_generation", "tool_search")
 RESPONSE_ID_CHARS_MAX = 128
 _PART_TYPES = ("input_text", "output_text")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _OTHER_ITEM = "\0item"
+_NAMESPACE, _HOSTED = "\0namespace", "\0hosted"
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"] | None
@@ -78,6 +86,13 @@ def _check_function_type(value: object) -> object:
     if value != "function":
         raise unsupported("the server runs no tools; only tools of type 'function' are available")
     return value
+
+
+def _tool_tag(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind == "namespace":
+        return _NAMESPACE
+    return _HOSTED if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS) else OBJECT
 
 
 def _check_include(value: object) -> object:
@@ -157,15 +172,17 @@ class FunctionCallItem(StrictModel):
     call_id: Annotated[str, Field(min_length=1)]
     name: FunctionName
     arguments: str
+    namespace: FunctionName | None = None
+    """That of the function, if its tool has one."""
     id: str | None = None
     status: Status = None
 
 
 class FunctionCallOutputItem(StrictModel):
-    """The result of a call."""
+    """The result of a call. call_id: absent or "" for the first call without a result."""
 
     type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(min_length=1)]
+    call_id: str | None = None
     output: Content
     id: str | None = None
     status: Status = None
@@ -219,6 +236,32 @@ class FunctionTool(StrictModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class NamespaceTool(StrictModel):
+    """Functions under one name, which their calls have as `namespace`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)]
+
+
+class HostedTool(StrictModel):
+    """A tool of HOSTED_TOOLS, with any settings."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+RequestedTool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag(OBJECT)]
+    | Annotated[NamespaceTool, Tag(_NAMESPACE)]
+    | Annotated[HostedTool, Tag(_HOSTED)],
+    Discriminator(_tool_tag),
+]
 
 
 class NamedTool(StrictModel):
@@ -265,7 +308,7 @@ class EventOptions(StrictModel):
     include_obfuscation: Annotated[object, refuse("events are not padded", False)] = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(CallerFields):
     """The body of `POST /v1/responses`."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
@@ -285,7 +328,7 @@ class ResponsesRequest(StrictModel):
     max_output_tokens: AtLeastOne | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
+    tools: Annotated[list[RequestedTool], Field(max_length=TOOLS_MAX, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

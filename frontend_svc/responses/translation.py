@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, SkipValidation, TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest, MeshError, Unsupported
 from frontend_svc.openai.body.parsing import check_tools, parse_json_object, use_alias
@@ -31,6 +31,7 @@ from frontend_svc.responses.schema import (
     ResponsesRequest,
     TextConfig,
 )
+from frontend_svc.responses.tools import ChatTools, FunctionNames, chat_tools, name_in_chat
 
 # Fields of a chat -> fields of the Responses API.
 _RENAMED_FIELDS: Final = (
@@ -44,6 +45,7 @@ _SAME_FIELDS: Final = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "metadata", "nvext"),
     *("kvmesh", "chat_template_kwargs", "user", "safety_identifier", "prompt_cache_key"),
 )
+_NO_TOOLS: Final = ChatTools((), (), FunctionNames(), ())
 _ID_PREFIXES: Final[Mapping[type[Item], str]] = {
     MessageItem: "msg",
     FunctionCallItem: "fc",
@@ -54,6 +56,15 @@ _ITEMS: Final = TypeAdapter[list[Item]](list[Item])
 
 # Any: JSON.
 Json = dict[str, Any]
+
+
+class ResponsesChat(ChatRequest):
+    """A chat from the Responses API."""
+
+    chat_tools: Annotated[ChatTools, Field(exclude=True), SkipValidation] = _NO_TOOLS
+
+    def tool_path(self, index: int) -> str:
+        return self.chat_tools.paths[index]
 
 
 def parse_responses(body: bytes) -> ResponsesRequest:
@@ -119,10 +130,11 @@ def _stored_item(item: Item, response_id: str, index: int) -> Json:
     return value
 
 
-def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
+def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ResponsesChat:
     """Returns the chat of a request. items: the whole conversation. Raises InvalidRequest and
     Unsupported with the field of the Responses API."""
-    messages = list(_messages(items))
+    tools = chat_tools(request)
+    messages = list(_messages(with_call_ids(items)))
     if request.instructions is not None:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if not messages:
@@ -131,14 +143,15 @@ def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ChatRequest:
     fields |= {
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
-        "tools": _tools(request),
+        "tools": tools.functions or None,
+        "chat_tools": tools,
         "tool_choice": _tool_choice(request),
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
     }
     try:
         try:
-            chat = use_alias(ChatRequest.model_validate(fields))
+            chat = use_alias(ResponsesChat.model_validate(fields))
         except ValidationError as error:
             raise invalid_value(error) from None
         check_tools(chat)
@@ -159,13 +172,25 @@ def client_error(error: MeshError) -> MeshError:
     return error.copy(error.message.replace(f"'{error.field}'", f"'{field}'"), field)
 
 
-def _tools(request: ResponsesRequest) -> list[Json] | None:
-    if not request.tools:
-        return None
-    return [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-        for tool in request.tools
-    ]
+def with_call_ids(items: Iterable[Item]) -> Iterator[Item]:
+    """Yields the items of a conversation. A result without the id of its call is that of the first
+    call without a result: agents send such results for calls that they could not run.
+
+    Raises InvalidRequest if there is no such call."""
+    unanswered: dict[str, None] = {}
+    for item in items:
+        match item:
+            case FunctionCallItem(call_id=call_id):
+                unanswered[call_id] = None
+            case FunctionCallOutputItem(call_id=str(call_id)) if call_id:
+                unanswered.pop(call_id, None)
+            case FunctionCallOutputItem():
+                if not unanswered:
+                    raise missing_parameter("input.call_id")
+                call_id = next(iter(unanswered))
+                del unanswered[call_id]
+                item = item.model_copy(update={"call_id": call_id})
+        yield item
 
 
 def _tool_choice(request: ResponsesRequest) -> str | Json | None:
@@ -247,7 +272,7 @@ def _extend(answer: Json, item: Item) -> Json:
         case MessageItem(content=content):
             return _append(answer, "content", "".join(_texts(content)))
         case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
-            function = {"name": name, "arguments": arguments}
+            function = {"name": name_in_chat(item.namespace, name), "arguments": arguments}
             call = {"id": call_id, "type": "function", "function": function}
             return answer | {"tool_calls": [*answer.get("tool_calls", ()), call]}
     raise AssertionError("outputs of calls are messages of their own")

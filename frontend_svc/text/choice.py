@@ -29,6 +29,7 @@ class Choice:
     parser: None if the whole text is content.
     echo: text that is written first.
     token_bytes: returns the bytes of an id, for log probabilities; None: the client requested none.
+    counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
     is_complete: whether the response is complete although the model may continue.
     """
 
@@ -40,12 +41,15 @@ class Choice:
         *,
         echo: str = "",
         token_bytes: Callable[[int], bytes] | None = None,
+        counts: list[int] | None = None,
     ) -> None:
         self._index = index
         self._echo = echo
         self._text = text
         self._parser = parser
         self._token_bytes = token_bytes
+        self._counts = counts
+        self._is_by_token = token_bytes is not None or counts is not None
         self._queue = TokenQueue[TokenText]()
         self.is_complete = False
         self._reasoning_tokens = 0
@@ -60,9 +64,13 @@ class Choice:
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
     ) -> bytes:
         """Writes the text that the next tokens complete. logprobs: of each token."""
-        if self._token_bytes is not None:
-            entries = zip(token_ids, logprobs, strict=True)
-            return b"".join([self._write_token(*entry, sink) for entry in entries])
+        if self._is_by_token:
+            if len(token_ids) > 1:
+                return self._write_each(token_ids, logprobs, sink)
+            if self._counts is not None:
+                self._counts[self._index] += 1
+            if self._token_bytes is not None:
+                return self._write_token(token_ids[0], logprobs[0], sink)
         parser = self._parser
         if parser is None:
             pieces = self._text.feed(token_ids)
@@ -77,6 +85,16 @@ class Choice:
             ]
         self.is_complete = self._text.matched_stop is not None or parser.is_done
         return sink.output(self._index, deltas, ()) if deltas else b""
+
+    def _write_each(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
+    ) -> bytes:
+        """As `write_tokens`, one token after another."""
+        events = b""
+        for number, token_id in enumerate(token_ids):
+            if not self.is_complete:
+                events += self.write_tokens((token_id,), logprobs[number : number + 1], sink)
+        return events
 
     def _count_token(self, token_id: int, parser: ChoiceParser) -> Sequence[Delta]:
         """Returns the deltas that one token completes, which may be one of the reasoning."""

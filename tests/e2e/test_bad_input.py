@@ -199,7 +199,7 @@ GOOD = {
 }
 
 
-mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0"])
+mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0", "--context-length=32768"])
 
 
 def send(

@@ -31,7 +31,7 @@ _MODEL = load_sim_model(SIM_MODEL_DIR)
 VECTORS = TokenOracle(_MODEL.word_ids, _MODEL.eos_ids[0])
 
 
-mesh = mesh_fixture(worker_flags=["--speedup=20"])
+mesh = mesh_fixture(worker_flags=["--speedup=20", f"--context-length={CONTEXT}"])
 
 
 def expected(text: str | list[int]) -> Vector:

@@ -32,8 +32,9 @@ UNIQUE_NUMBERS = count(1)
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     flags = ["--worker-wait-s=0.5"]
+    worker_flags = [SPEEDUP_FLAG, "--context-length=32768"]
     with Mesh(
-        folder, workers=1, indexers=1, worker_flags=[SPEEDUP_FLAG], frontend_flags=flags
+        folder, workers=1, indexers=1, worker_flags=worker_flags, frontend_flags=flags
     ) as mesh:
         mesh.spawn("worker", "--loras=french,german").wait_ready()
         other = [f"--model-name={OTHER_MODEL}", f"--loras=french,{MODEL},swahili"]

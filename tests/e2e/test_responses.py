@@ -36,7 +36,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--speedup=20", "--reasoning-parser=qwen3"]
+    flags = ["--speedup=20", "--reasoning-parser=qwen3", "--context-length=32768"]
     with Mesh(tmp_path_factory.mktemp("mesh"), frontends=2, worker_flags=flags) as mesh:
         wait_for(
             lambda: all(len(mesh.known_instance_ids("frontend", url)) == 2 for url in mesh.urls),

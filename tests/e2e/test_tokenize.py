@@ -21,7 +21,7 @@ MESSAGES = [
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time."}}
 
 
-mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0"])
+mesh = mesh_fixture(workers=1, worker_flags=["--speedup=0", "--context-length=32768"])
 
 
 # Any, here and below: JSON.

@@ -11,9 +11,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -43,7 +45,7 @@ PARTS_MAX = 4096
 CALLS_MAX = 1024
 BIASES_MAX = 1024
 CACHE_SALT_CHARS_MAX = 256
-# No model has half as many. Without a limit, one body could cause millions of error reports.
+# Unknown keys of an object. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
 _DECIMAL_PATTERN = "^[0-9]{1,20}$"
@@ -209,7 +211,11 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_key_count(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > KEYS_MAX:
+        if (
+            isinstance(value, dict)
+            and len(value) > KEYS_MAX
+            and len(value.keys() - cls.model_fields.keys()) > KEYS_MAX
+        ):
             raise unexpected_value(f"at most {KEYS_MAX} keys")
         return value
 
@@ -224,3 +230,41 @@ class GuidedFields(StrictModel):
     guided_choice: GuidedChoices | None = None
     guided_grammar: Annotated[str, Field(min_length=1)] | None = None
     guided_whitespace_pattern: str | None = None
+
+
+# A JSON schema, as an object or as JSON text.
+JsonSchema: TypeAlias = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[dict[str, Any], Tag(OBJECT)]
+    | Annotated[Any, wrong_type("a JSON schema, or its text"), Tag(WRONG_TYPE)],
+    Discriminator(text_or_object),
+]
+
+
+class StructuredOutputs(StrictModel):
+    """The constraints of the guided_ fields, under the names of newer releases of vLLM."""
+
+    # `json` is a method of pydantic's models.
+    json_schema: Annotated[JsonSchema | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: GuidedChoices | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    json_object: bool | None = None
+    """true: any JSON object."""
+    whitespace_pattern: str | None = None
+
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Annotated[
+        object, refuse("set additionalProperties in the schema", False)
+    ] = None
+    structural_tag: Annotated[object, refuse("use tools")] = None
+
+
+class ConstraintFields(StrictModel):
+    """Other names of the guided_ fields: those of newer releases of vLLM, and of SGLang."""
+
+    structured_outputs: StructuredOutputs | None = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    ebnf: Annotated[str, Field(min_length=1)] | None = None
+    json_schema: JsonSchema | None = None

@@ -167,7 +167,7 @@ def check_tools(request: ChatRequest) -> None:
     for index, tool in enumerate(request.tools or ()):
         if tool.function.name in names:
             text = f"there are two functions {tool.function.name!r}"
-            raise _invalid_field(f"tools[{index}].function.name", text)
+            raise _invalid_field(f"{request.tool_path(index)}.name", text)
         names.add(tool.function.name)
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:

@@ -31,6 +31,8 @@ from frontend_svc.openai.body.schema import ChatRequest, GenerationRequest, Text
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 
 _NO_EXTENSIONS, _NO_AGENT_HINTS, _NO_ROUTING_HINTS = Nvext(), AgentHints(), RoutingHints()
+# Keys of the metadata of PromptTooLong.
+PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT_TOKENS = "prompt_tokens", "output_tokens", "context_tokens"
 # Workers do not receive `n`: each choice is a request of its own (`choice_request`).
 _SAMPLING_FIELDS = tuple(
     name for name in (*OpenAiSampling.model_fields, *ExtensionSampling.model_fields) if name != "n"
@@ -167,16 +169,25 @@ def check_prompt_length(request: GenerationRequest, tokens_min: int, context_len
     """Raises PromptTooLong if a prompt of at least `tokens_min` tokens leaves none for output.
     context_length: as in `to_preprocessed`, which checks the tokenized prompt."""
     if context_length and tokens_min >= context_length:
-        raise _prompt_too_long(request, f"at least {tokens_min}", context_length)
+        raise _prompt_too_long(request, tokens_min, context_length, "at least ")
 
 
-def _prompt_too_long(request: GenerationRequest, tokens: str, context: int) -> PromptTooLong:
+def _prompt_too_long(
+    request: GenerationRequest, tokens: int, context: int, at_least: str = ""
+) -> PromptTooLong:
     prompt_field = _prompt_field(request)
     return PromptTooLong(
         f"This model's maximum context length is {context} tokens. However, your {prompt_field}"
-        f" resulted in {tokens} tokens. Please reduce the length of the {prompt_field}.",
+        f" resulted in {at_least}{tokens} tokens. Please reduce the length of the {prompt_field}.",
         prompt_field,
+        metadata=_lengths(tokens, 0, context),
     )
+
+
+def _lengths(prompt: int, output: int, context: int) -> dict[str, str]:
+    """Returns the numbers of an error, from which other APIs write their own text. output: 0: the
+    prompt alone is too long."""
+    return {PROMPT_TOKENS: str(prompt), OUTPUT_TOKENS: str(output), CONTEXT_TOKENS: str(context)}
 
 
 def _prompt_field(request: GenerationRequest) -> str:
@@ -191,7 +202,7 @@ def _max_tokens(
         return default if requested is None else requested
     tokens_available = context - prompt
     if tokens_available < 1:
-        raise _prompt_too_long(request, str(prompt), context)
+        raise _prompt_too_long(request, prompt, context)
     prompt_field = _prompt_field(request)
     if requested is not None and requested > tokens_available:
         raise PromptTooLong(
@@ -200,6 +211,7 @@ def _max_tokens(
             "in the completion)."
             f" Please reduce the length of the {prompt_field} or completion.",
             field,
+            metadata=_lengths(prompt, requested, context),
         )
     limit = requested or (tokens_available if default is None else min(default, tokens_available))
     check_min_tokens(request, limit, f"the output limit of {limit} tokens")

@@ -3,8 +3,8 @@
 Every field belongs to exactly one of the following classes; any other name is refused as unknown.
 
 Honoured
-  both         model, stream, stream_options.include_usage, max_tokens, stop (1 to 32 texts),
-               logprobs (chat: true; completions: 0 to 5)
+  both         model, stream, stream_options.include_usage and .continuous_usage_stats (with it),
+               max_tokens, stop (1 to 32 texts), logprobs (chat: true; completions: 0 to 5)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of parts:
                text, and in messages of user and tool image_url, input_audio and audio_url, if the
                card has media; past tool calls), max_completion_tokens, chat_template_kwargs,
@@ -16,7 +16,9 @@ Honoured
   extensions   min_tokens, ignore_eos, stop_token_ids, logit_bias, include_stop_str_in_output,
                skip_special_tokens, cache_salt, priority, return_tokens_as_token_ids (with logprobs)
                guided_json, guided_regex, guided_choice, guided_grammar (at most one of them and
-               response_format), guided_whitespace_pattern
+               response_format), guided_whitespace_pattern; under other names of the same:
+               structured_outputs (json, json_object, regex, choice, grammar, whitespace_pattern),
+               regex, ebnf, json_schema
   nvext        (also named kvmesh) backend_instance_id, prefill_worker_id, decode_worker_id,
                dp_rank, prefill_dp_rank, allowed_worker_ids, router_config_override,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
@@ -28,12 +30,13 @@ Honoured
   sampling     the fields of `sampling.py`; those in `nvext` too apply in the same way
 Accepted, because they cannot change the response
                user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
-               prediction, verbosity
+               prediction, verbosity, and `CallerFields` of `ignored.py`
 Accepted with a value that has no effect, else refused by name
                store (false), service_tier (auto, default), functions ([]), function_call (none,
-               auto), modalities (["text"]), stream_options.include_obfuscation and
-               .continuous_usage_stats (false), suffix (""), nvext.greed_sampling and
-               .use_raw_prompt (false), messages[].annotations ([]), image_url.detail (auto)
+               auto), modalities (["text"]), stream_options.include_obfuscation (false),
+               suffix (""), nvext.greed_sampling and .use_raw_prompt (false),
+               messages[].annotations ([]), image_url.detail (auto), and `DefaultOptions` of
+               `ignored.py`
 Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,
@@ -81,6 +84,7 @@ from frontend_svc.openai.body.fields import (
     WRONG_TYPE,
     AtLeastOne,
     CacheSalt,
+    ConstraintFields,
     FunctionName,
     GuidedFields,
     LogitBias,
@@ -96,6 +100,7 @@ from frontend_svc.openai.body.fields import (
     unsupported,
     wrong_type,
 )
+from frontend_svc.openai.body.ignored import CallerFields, DefaultChatOptions, DefaultOptions
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.sampling import ExtensionSampling, OpenAiSampling
 
@@ -216,9 +221,8 @@ class ChatMessage(StrictModel):
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: Annotated[object, refuse("chunks are not padded", False)] = None
-    continuous_usage_stats: Annotated[
-        object, refuse("usage is sent once, in the last chunk", False)
-    ] = None
+    continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk has the counts up to it."""
 
 
 class FunctionDefinition(StrictModel):
@@ -298,7 +302,9 @@ class OutputFields(GuidedFields):
 
 
 # The bases stand in reverse: fields are validated, and listed in /openapi.json, from the last one.
-class GenerationRequest(ExtensionSampling, OpenAiSampling, OutputFields):
+class GenerationRequest(
+    DefaultOptions, CallerFields, ExtensionSampling, OpenAiSampling, ConstraintFields, OutputFields
+):
     """Fields of both generation endpoints."""
 
     min_tokens: U32 | None = None
@@ -343,6 +349,15 @@ class GenerationRequest(ExtensionSampling, OpenAiSampling, OutputFields):
         return options is not None and options.include_usage is True
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the token counts up to it."""
+        return (
+            self.include_usage
+            and self.stream_options is not None
+            and self.stream_options.continuous_usage_stats is True
+        )
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -363,7 +378,7 @@ class GenerationRequest(ExtensionSampling, OpenAiSampling, OutputFields):
         return self.n or 1
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(DefaultChatOptions, GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[
@@ -416,6 +431,10 @@ class ChatRequest(GenerationRequest):
         """The prompt as token ids from the client; None if the server tokenizes it."""
         return None if self.nvext is None else self.nvext.token_data
 
+    def tool_path(self, index: int) -> str:
+        """Returns the path of a function of `tools` in the body of the client."""
+        return f"tools[{index}].function"
+
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Returns the tools in the prompt; None if the response may not call any."""
         if not self.usable_tools or not self.tools:
@@ -463,6 +482,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=N_MAX)] | None = None
     suffix: Annotated[object, refuse("insertion is not available", "")] = None
+    add_special_tokens: Annotated[
+        object, refuse("send token ids for a prompt without them", True)
+    ] = None
     prompt_embeds: Annotated[object, refuse("no engine takes embeddings as a prompt")] = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     """0 requests the log probabilities of the generated tokens without alternatives."""

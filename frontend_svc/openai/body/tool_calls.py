@@ -60,7 +60,7 @@ def plan_tools(request: ChatRequest, call_format: CallFormat | None) -> ToolPlan
         text = "the model's card names no tool call parser (--tool-call-parser of its workers)"
         raise Unsupported("tools", text)
     functions = [
-        _usable_function(tool.function, f"tools[{index}].function")
+        _usable_function(tool.function, request.tool_path(index))
         for index, tool in enumerate(request.tools or ())
         if tool.function.name in usable
     ]

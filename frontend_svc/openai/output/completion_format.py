@@ -12,7 +12,7 @@ from frontend_svc.errors import error_event
 from frontend_svc.openai.output.chat_message import chunk_delta
 from frontend_svc.openai.output.completion_objects import completion_json
 from frontend_svc.openai.output.logprobs import logprobs_object
-from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
+from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, UsageSoFar
 from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult, TokenText
 from frontend_svc.tools.deltas import Content, Delta
 
@@ -31,11 +31,19 @@ class CompletionFormat:
         *,
         choices: int,
         include_usage: bool,
+        usage_so_far: UsageSoFar | None = None,
     ) -> None:
         self._is_chat = kind is ChunkKind.CHAT
         self._choices = choices
+        self._has_template = usage_so_far is None
         self._writer = ChunkWriter(
-            kind, response_id, model, created, include_usage=include_usage, choices=choices
+            kind,
+            response_id,
+            model,
+            created,
+            include_usage=include_usage,
+            usage_so_far=usage_so_far,
+            choices=choices,
         )
         self._whole = partial(completion_json, response_id, model, created, is_chat=self._is_chat)
 
@@ -45,6 +53,8 @@ class CompletionFormat:
         return b"".join(map(self._writer.role, range(self._choices)))
 
     def text(self, choice: int, pieces: Iterable[str]) -> bytes:
+        if not self._has_template:
+            return self.output(choice, [Content(piece) for piece in pieces], ())
         content = self._writer.content
         return b"".join([content(piece, choice) for piece in pieces])
 

@@ -2,7 +2,8 @@
 
 A `ChunkWriter` is created once per request. It serialises all of a content chunk except the text
 in advance, so a token costs one concatenation. With `include_usage` every chunk has `"usage":null`
-and one more chunk, without choices, has the counts.
+(with `usage_so_far`: the counts up to this chunk) and one more chunk, without choices, has the
+counts.
 
 The order of a choice is role? content* finish. After all choices come usage? DONE; an `error` may
 take the place of the rest. The wrong order is a bug and fails an assertion. Invariants: exactly one
@@ -12,13 +13,13 @@ chunk of a choice has a finish reason; no content of it follows; an error is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
-from common.request.preprocessed import CompletionUsage
+from common.request.preprocessed import CompletionUsage, usage
 from frontend_svc.errors import error_event
 from frontend_svc.openai.output.completion_objects import usage_object
 from frontend_svc.text.api_format import OpenAIFinishReason
@@ -43,6 +44,18 @@ class ChunkKind(StrEnum):
     COMPLETION = "text_completion"
 
 
+class UsageSoFar:
+    """The token counts of a response that is being generated. counts: output tokens of each choice,
+    which the choices set."""
+
+    def __init__(self, prompt_tokens: int, counts: Sequence[int]) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._counts = counts
+
+    def of_choice(self, index: int) -> CompletionUsage:
+        return usage(self._prompt_tokens, self._counts[index])
+
+
 class ChunkWriter:
     """Writes the events of one response. created: Unix seconds, the same in every chunk. choices:
     how many; an `index` selects one."""
@@ -55,10 +68,12 @@ class ChunkWriter:
         created: int,
         *,
         include_usage: bool = False,
+        usage_so_far: UsageSoFar | None = None,
         choices: int = 1,
     ) -> None:
         self._kind = kind
         self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         self._common_fields = {
             "id": response_id,
             "object": kind.value,
@@ -97,21 +112,24 @@ class ChunkWriter:
         assert index in self._unfinished, "content after the end"
         content = {"delta": fragment} if self._kind is ChunkKind.CHAT else fragment
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
-        return self._event([choice], None)
+        return self._event([choice], self._counts(index))
 
     def role(self, index: int = 0) -> bytes:
         """Returns the first chunk of a chat response, with the role; completions have none."""
         assert self._kind is ChunkKind.CHAT, "only chat has roles"
         assert index in self._unfinished, "role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._event([_chat_choice(index, delta, None)], None)
+        return self._event([_chat_choice(index, delta, None)], self._counts(index))
 
     def finish(
         self, reason: OpenAIFinishReason, index: int = 0, nvext: Mapping[str, object] | None = None
     ) -> bytes:
         assert index in self._unfinished, "a choice finishes once"
         self._unfinished.discard(index)
-        return self._event([self._choice(index, None, reason)], None, nvext)
+        return self._event([self._choice(index, None, reason)], self._counts(index), nvext)
+
+    def _counts(self, index: int) -> CompletionUsage | None:
+        return None if self._usage_so_far is None else self._usage_so_far.of_choice(index)
 
     def usage(self, usage: CompletionUsage) -> bytes:
         """Returns the chunk with the counts, after `finish`; empty unless the client requested

@@ -26,7 +26,7 @@ from worker_svc.engines.model_files import (
 )
 
 OUTPUT_FILES = ("generation_config.json", "sim.json", "tokenizer.json", "tokenizer_config.json")
-CONTEXT_LENGTH = 32768  # tokens
+CONTEXT_LENGTH = 131_072  # tokens; the first prompt of an agent has up to 30,000
 # The limits of `MediaInput`. Images have more tokens than three blocks of the default size.
 MEDIA: Final[Mapping[str, Mapping[str, int]]] = {
     "image": {"tokens": 64, "count_max": 8, "bytes_max": 20 << 20},

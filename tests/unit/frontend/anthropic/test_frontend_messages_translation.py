@@ -8,8 +8,9 @@ import orjson
 import pytest
 
 from common.errors import InvalidRequest, MeshError, Overloaded, PromptTooLong, Unavailable
-from frontend_svc.anthropic.errors import http_error
+from frontend_svc.anthropic.errors import client_message, http_error
 from frontend_svc.anthropic.translation import parse_count, parse_messages
+from frontend_svc.openai.body.preprocessing import check_prompt_length, to_preprocessed
 
 HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -380,3 +381,53 @@ def test_thinking_blocks_are_omitted_on_request() -> None:
     thinking = {"type": "adaptive", "display": "omitted"}
     assert parse_messages(body(thinking=thinking)).omits_thinking
     assert not parse_messages(body(thinking={"type": "adaptive"})).omits_thinking
+
+
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+
+
+def test_a_hosted_tool_beside_others_is_left_out_and_named() -> None:
+    request = parse_messages(body(tools=[WEB_SEARCH, TOOL]))
+    assert request.template_tools() == [CHAT_TOOL]
+    assert request.omitted_tools == ("web_search_20250305",)
+    with pytest.raises(InvalidRequest) as raised:
+        parse_messages(body(tools=[WEB_SEARCH, TOOL, TOOL]))
+    error = orjson.loads(http_error(raised.value, "r1").body)["error"]
+    assert error["details"]["param"] == "tools[2].name"
+    chosen = {"type": "tool", "name": "web_search"}
+    with pytest.raises(InvalidRequest, match="no function 'web_search'"):
+        parse_messages(body(tools=[WEB_SEARCH, TOOL], tool_choice=chosen))
+
+
+def too_long(prompt: int, **fields: object) -> dict[str, Any]:
+    """The error of a prompt of so many tokens in a context of 1,000."""
+    with pytest.raises(PromptTooLong) as raised:
+        to_preprocessed(
+            parse_messages(body(**fields)),
+            range(prompt),
+            eos_token_ids=(),
+            card_checksum=None,
+            context_length=1000,
+        )
+    response = http_error(raised.value, "r1")
+    assert response.status == 400
+    error = orjson.loads(response.body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"]["error_code"] == "context_length_exceeded"
+    assert dict(raised.value.metadata)["context_tokens"] == "1000"
+    assert client_message(raised.value, ())[0] == error["message"]
+    return dict(error)
+
+
+def test_a_context_that_is_exceeded_has_the_text_from_which_clients_read_numbers() -> None:
+    both = too_long(800, max_tokens=300)
+    text = "input length and `max_tokens` exceed context limit: 800 + 300 > 1000, "
+    assert both["message"].startswith(text)
+    assert too_long(1000)["message"] == "prompt is too long: 1000 tokens > 999 maximum"
+
+
+def test_a_prompt_that_was_not_tokenized_is_too_long_by_its_lower_bound() -> None:
+    with pytest.raises(PromptTooLong) as raised:
+        check_prompt_length(parse_messages(body()), 1500, 1000)
+    error = orjson.loads(http_error(raised.value, "r1").body)["error"]
+    assert error["message"] == "prompt is too long: 1500 tokens > 999 maximum"

@@ -20,6 +20,7 @@ from common.request.preprocessed import (
 )
 from frontend_svc.errors import http_error
 from frontend_svc.openai.body.fields import PROMPT_TOKENS_MAX
+from frontend_svc.openai.body.guided import requested_constraint
 from frontend_svc.openai.body.parsing import parse_chat, parse_completion
 from frontend_svc.openai.body.preprocessing import (
     check_total_tokens,
@@ -261,6 +262,26 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
     (chat_body(metadata={str(i): "" for i in range(17)}), "metadata", "invalid_value", "16 pairs"),
     (chat_body(store=True), "store", "unsupported_parameter", "not stored"),
     (chat_body(store=0), "store", "unsupported_parameter", ""),
+    (chat_body(use_beam_search=True), "use_beam_search", "unsupported_parameter", "beam"),
+    (chat_body(length_penalty=0.5), "length_penalty", "unsupported_parameter", "beam"),
+    (chat_body(documents=[{}]), "documents", "unsupported_parameter", "messages"),
+    (chat_body(continue_final_message=True), "continue_final_message", "unsupported_parameter", ""),
+    (chat_body(truncate_prompt_tokens=5), "truncate_prompt_tokens", "unsupported_parameter", ""),
+    (chat_body(bad_words=["a"]), "bad_words", "unsupported_parameter", "logit_bias"),
+    (
+        chat_body(structured_outputs={"structural_tag": "{}"}),
+        "structured_outputs.structural_tag",
+        "unsupported_parameter",
+        "tools",
+    ),
+    (
+        chat_body(structured_outputs={"foo": 1}),
+        "structured_outputs.foo",
+        "unknown_parameter",
+        "",
+    ),
+    (chat_body(structured_outputs={"json": 1}), "structured_outputs.json", "invalid_type", ""),
+    (chat_body(regex=""), "regex", "invalid_value", "1 or more characters"),
     (chat_body(logprobs=1), "logprobs", "invalid_type", ""),
     (chat_body(logprobs=False, top_logprobs=3), "top_logprobs", "invalid_value", "logprobs"),
     (chat_body(logprobs=True, top_logprobs=21), "top_logprobs", "invalid_value", ""),
@@ -472,6 +493,20 @@ ACCEPTED = {
     "stop": [],
     "nvext": {"annotations": [], "greed_sampling": False},
     "stream_options": {"include_obfuscation": False, "continuous_usage_stats": False},
+    "client_metadata": {"session": "s", "turn": 3},
+    "request_id": "r",
+    "rid": ["r"],
+    "trace": {"a": 1},
+    "tags": ["a"],
+    "litellm_metadata": {"a": {"b": None}},
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "documents": [],
+    "include_reasoning": True,
+    "add_special_tokens": False,
+    "add_generation_prompt": True,
+    "bad_words": [],
+    "cache_prompt": True,
 }
 
 
@@ -525,6 +560,85 @@ def test_token_data_replaces_the_prompt() -> None:
 def test_usage_in_a_stream_is_optional() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
+
+
+def test_usage_in_every_chunk_needs_usage() -> None:
+    for include, continuous in ((True, True), (True, False), (False, True)):
+        options = {"include_usage": include, "continuous_usage_stats": continuous}
+        request = chat(stream=True, stream_options=options)
+        assert request.continuous_usage is (include and continuous)
+
+
+JSON_FORM = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # Fields, the same with the guided_ fields, the path of the constraint.
+    ({"regex": "a+"}, {"guided_regex": "a+"}, "regex"),
+    ({"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}, "ebnf"),
+    ({"json_schema": orjson.dumps(JSON_FORM).decode()}, {"guided_json": JSON_FORM}, "json_schema"),
+    (
+        {"structured_outputs": {"json": JSON_FORM, "disable_any_whitespace": True}},
+        {"guided_json": JSON_FORM},
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json": orjson.dumps(JSON_FORM).decode()}},
+        {"guided_json": JSON_FORM},
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json": JSON_FORM, "whitespace_pattern": " ?"}},
+        {"guided_json": JSON_FORM, "guided_whitespace_pattern": " ?"},
+        "structured_outputs.json",
+    ),
+    (
+        {"structured_outputs": {"json_object": True}},
+        {"guided_json": {"type": "object"}},
+        "structured_outputs.json_object",
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, {"guided_regex": "a+"}, "structured_outputs.regex"),
+    (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"guided_choice": ["a", "b"]},
+        "structured_outputs.choice",
+    ),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "a"'}},
+        {"guided_grammar": 'root ::= "a"'},
+        "structured_outputs.grammar",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "guided", "path"), CONSTRAINTS)
+def test_constraints_have_the_names_of_vllm_and_sglang(
+    fields: dict[str, Any], guided: dict[str, Any], path: str
+) -> None:
+    for make in (chat, completion):
+        expected = requested_constraint(make(**guided))
+        found = requested_constraint(make(**fields))
+        assert found is not None
+        assert expected is not None
+        assert (found.guided, found.field) == (expected.guided, path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"regex": "a", "guided_regex": "b"}, "regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"ebnf": "x", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_an_unusable_constraint_names_its_field(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        requested_constraint(chat(**fields))
+    assert raised.value.field == path
 
 
 def preprocessed(

@@ -11,9 +11,10 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, PromptTooLong, Unsupported
-from frontend_svc.openai.body.schema import ChatRequest, NamedToolChoice
+from frontend_svc.openai.body.schema import NamedToolChoice
 from frontend_svc.responses.ids import response_id
 from frontend_svc.responses.translation import (
+    ResponsesChat,
     client_error,
     input_items,
     parse_responses,
@@ -25,6 +26,7 @@ from frontend_svc.responses.translation import (
 
 ID = response_id("0" * 32, 7)
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+WEB_SEARCH = {"type": "web_search", "external_web_access": False, "filters": {"allowed": []}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "4"}
 REASONING = {
@@ -43,7 +45,7 @@ ANSWER = {
 
 
 # Any, here and below: JSON.
-def chat(**fields: Any) -> ChatRequest:
+def chat(**fields: Any) -> ResponsesChat:
     request = parse_responses(orjson.dumps({"model": "m", "input": "Hello", **fields}))
     return to_chat(request, input_items(request, {}))
 
@@ -147,6 +149,70 @@ def test_fields_reach_the_chat() -> None:
     assert request.chat_template_kwargs == {"enable_thinking": False}
 
 
+NAMESPACE = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Reads files.",
+    "tools": [
+        {"type": "function", "name": "read", "description": "Reads one.", "parameters": {}},
+        {"type": "function", "name": "list", "strict": False, "defer_loading": True},
+    ],
+}
+
+
+def test_functions_of_a_namespace_have_its_name() -> None:
+    request = chat(tools=[TOOL, NAMESPACE], tool_choice="required")
+    tools = request.template_tools()
+    assert tools is not None
+    assert [tool["function"]["name"] for tool in tools] == [
+        *("f", "mcp__files__read", "mcp__files__list"),
+    ]
+    assert tools[1]["function"]["description"] == "Reads files.\nReads one."
+    names = request.chat_tools.names
+    assert names.call_fields("mcp__files__list") == {"name": "list", "namespace": "mcp__files"}
+    assert names.call_fields("f") == {"name": "f"}
+    call = {**CALL, "name": "read", "namespace": "mcp__files"}
+    (past,) = messages([call])
+    assert past["tool_calls"][0]["function"]["name"] == "mcp__files__read"
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([WEB_SEARCH, TOOL, TOOL], "tools[2].name"),
+        ([NAMESPACE, NAMESPACE], "tools[1].tools[0].name"),
+        ([{**NAMESPACE, "tools": [{"type": "custom", "name": "g"}]}], "tools[0].tools[0].type"),
+        ([{**NAMESPACE, "tools": []}], "tools[0].tools"),
+        ([WEB_SEARCH, {"type": "image_generation"}], "tools[0].type"),
+        ([TOOL, {"type": "mcp", "server_url": "http://a"}], "tools[1].type"),
+        ([TOOL, {"type": "file_search", "vector_store_ids": ["v"]}], "tools[1].type"),
+        ([TOOL, {"type": "local_shell"}], "tools[1].type"),
+    ],
+)
+def test_tools_are_refused_by_their_place_in_the_body(tools: list[Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        chat(tools=tools)
+    assert raised.value.field == param
+    assert f"'{param}'" in raised.value.message
+
+
+def test_hosted_tools_beside_functions_are_left_out_and_named() -> None:
+    request = chat(tools=[WEB_SEARCH, TOOL, {"type": "tool_search"}, WEB_SEARCH])
+    assert request.template_tools() == chat(tools=[TOOL]).template_tools()
+    assert request.chat_tools.omitted == ("web_search", "tool_search")
+    assert request.tool_path(0) == "tools[1]"
+
+
+def test_a_result_without_an_id_is_that_of_the_first_call_without_a_result() -> None:
+    second, third = {**CALL, "call_id": "c2"}, {**CALL, "call_id": "c3"}
+    unnamed = {"type": "function_call_output", "output": "no"}
+    items = [CALL, second, third, {**OUTPUT, "call_id": "c2"}, unnamed, {**unnamed, "call_id": ""}]
+    results = [message["tool_call_id"] for message in messages(items) if message["role"] == "tool"]
+    assert results == ["c2", "c1", "c3"]
+    with pytest.raises(InvalidRequest, match=r"Missing required parameter: 'input\.call_id'"):
+        chat(input=[CALL, OUTPUT, unnamed])
+
+
 def test_the_text_format_is_the_response_format_of_the_chat() -> None:
     schema = {"type": "object"}
     text = {"format": {"type": "json_schema", "name": "s", "schema": schema, "strict": True}}
@@ -229,6 +295,7 @@ def test_an_invalid_field_is_refused_by_name(fields: dict[str, Any], param: str)
         {"background": False, "truncation": "disabled", "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "top_logprobs": 0},
         {"text": {"verbosity": "medium"}, "reasoning": {"summary": "auto", "effort": None}},
+        {"client_metadata": {"session": "s", "turn": {"number": 1}}, "trace": None},
     ],
 )
 def test_accepted_fields_without_effect_change_nothing(fields: dict[str, Any]) -> None:

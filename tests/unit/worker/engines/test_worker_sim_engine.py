@@ -179,7 +179,7 @@ async def test_the_model_folder_is_read_at_start() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
     oracle = TokenOracle(model.word_ids, model.eos_ids[0])
 
-    assert config.context_length == 32_768
+    assert config.context_length == 131_072
     assert (await run(engine, request()))[0] == oracle.continue_tokens(PROMPT, 8)
     await engine.cleanup()
 

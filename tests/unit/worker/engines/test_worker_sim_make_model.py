@@ -65,7 +65,7 @@ def test_special_tokens_are_the_first_ids_and_the_configs_agree(tokenizer: Token
     ]
     assert sim["eos_token_ids"] == generation["eos_token_id"] == [turn_end, end_of_text]
     assert sim["vocab_size"] == tokenizer.get_vocab_size()
-    assert sim["context_length"] == CONTEXT_LENGTH == 32768
+    assert sim["context_length"] == CONTEXT_LENGTH == 131_072
     assert load("tokenizer_config.json")["eos_token"] == "<|im_end|>"
 
 
