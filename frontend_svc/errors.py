@@ -163,6 +163,7 @@ _FIELD_PREFIXES = (
     ("stop_conditions.stop_token_ids_hidden", "stop_token_ids"),
     ("stop_conditions.stop_token_ids_visible", "stop_token_ids"),
     ("stop_conditions.", ""),
+    ("output_options.prompt_logprobs", "echo"),
     ("output_options.", ""),
     ("sampling_options.guided_decoding.whitespace_pattern", "guided_whitespace_pattern"),
     ("sampling_options.", ""),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Final
 
 from common.request.preprocessed import PreprocessedRequest
 from frontend_svc.generation.api import PreparedBody
+from frontend_svc.generation.streaming import OpenChoice
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.logprobs import token_id_text
-from frontend_svc.text.choice import Choice
+from frontend_svc.text.choice import Choice, PromptTokens
 from frontend_svc.text.output_text import TextStream
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.formats import HERMES
 from frontend_svc.tools.harmony import HarmonyParser
 from frontend_svc.tools.parser import ToolCallParser
+
+# In UTF-8, all other bytes begin a character.
+_INNER_BYTES: Final = bytes(range(0x80, 0xC0))
 
 
 def make_choices(
@@ -40,6 +46,24 @@ def make_choices(
                 Choice(number, text, parser, echo=echo, token_bytes=token_bytes, counts=counts)
             )
     return choices
+
+
+def echo_with_logprobs(prepared: PreparedBody, open_choices: Sequence[OpenChoice]) -> None:
+    """Gives each choice the log probabilities of its prompt, if the client requested them."""
+    for number, open_choice in enumerate(open_choices):
+        if (logprobs := open_choice.buffer.prompt_logprobs) is None:
+            continue
+        request = prepared.requests[number // prepared.body.choices_per_prompt]
+        token_ids = request.token_ids.tolist()
+        offsets = _text_offsets(prepared.model, token_ids)
+        open_choice.choice.echo_with(PromptTokens(token_ids, offsets, logprobs))
+
+
+def _text_offsets(model: ServedModel, token_ids: Sequence[int]) -> list[int]:
+    """Returns how many characters begin before each token."""
+    token_bytes = model.token_bytes
+    sizes = [len(token_bytes(token).translate(None, _INNER_BYTES)) for token in token_ids]
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _echoed_text(body: ChatRequest | CompletionRequest, model: ServedModel, prompt: int) -> str:

@@ -18,7 +18,7 @@ from frontend_svc.generation.api import (
     PreparedBody,
     ResponseInfo,
 )
-from frontend_svc.generation.choices import make_choices
+from frontend_svc.generation.choices import echo_with_logprobs, make_choices
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.generation.streaming import OpenChoice, ResponseWriter
 from frontend_svc.generation.tokenization import tokenize
@@ -31,6 +31,7 @@ from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.headers import read_headers, with_headers
 from frontend_svc.openai.body.preprocessing import (
+    check_echo,
     check_total_tokens,
     choice_request,
     to_preprocessed,
@@ -85,6 +86,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
                 OpenChoice(choice, handle, buffer, extension)
                 for choice, (handle, buffer) in zip(choices, opened, strict=True)
             ]
+            echo_with_logprobs(prepared, open_choices)
             writer = ResponseWriter(
                 context, open_choices, self._config.keep_alive_s, self._gateway.backlog
             )
@@ -115,6 +117,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         requests = await self._with_media(context, body, model, requests)
         context.progress.request, context.progress.base_model = requests[0], model.base
         prompt_tokens = check_total_tokens(requests)
+        check_echo(body, requests)
         _count_prompts(context, body, requests, prompt_tokens, meter)
         return PreparedBody(body, model, plan, requests, prompt_text, prompt_tokens)
 

@@ -40,6 +40,8 @@ def open_requests(
         for index in range(len(plans))
     ]
     for (plan, placement), response in zip(plans, buffers, strict=True):
+        if plan.request.output_options.prompt_logprobs is not None:
+            response.prompt_logprobs = []
         handles.append(dependencies.gateway.open(plan, placement, response))
 
     def client_gone() -> None:

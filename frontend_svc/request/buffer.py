@@ -1,7 +1,8 @@
 """Buffers one response between event-loop callbacks and the task that writes it to the client.
 
 Tokens are buffered as ids and log probabilities, so a slow client costs no work until it reads.
-Chunks of a response to a pass-through body are buffered unchanged.
+Chunks of a response to a pass-through body are buffered unchanged. Log probabilities of a prompt
+are chunks too; they are kept until the response ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import MeshError, Overloaded
 from common.request.preprocessed import TokenLogprob
+from common.request.prompt_logprobs import load_part
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.request.types import RequestOutcome
 
@@ -159,6 +161,8 @@ class ResponseBuffer:
         self._unread: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._chunks: list[bytes] = []
+        # Of the prompt's tokens from the second on, if the request has them.
+        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.first_token_at: float | None = None
         self.outcome: RequestOutcome | None = None
 
@@ -169,6 +173,9 @@ class ResponseBuffer:
         self._received(len(token_ids), self.unread if self._logprobs else len(self._unread))
 
     def chunk(self, json: bytes) -> None:
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += load_part(json)
+            return
         self._chunks.append(json)
         self._received(1, len(self._chunks) * TOKENS_PER_CHUNK)
 

@@ -201,7 +201,7 @@ class RequestHandle:
         self._sink.tokens(token_ids, logprobs)
 
     def emit_chunk(self, json: bytes) -> None:
-        assert isinstance(self._sink, ChunkSink), "a pass-through body needs a ChunkSink"
+        assert isinstance(self._sink, ChunkSink), "chunks need a ChunkSink"
         self._sink.chunk(json)
 
     def finish(self, outcome: RequestOutcome) -> None:

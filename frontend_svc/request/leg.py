@@ -96,7 +96,8 @@ class RequestPorts(Protocol):
         """Passes tokens on to the client."""
 
     def emit_chunk(self, json: bytes) -> None:
-        """Passes on a chunk of the response to a pass-through body."""
+        """Passes on a chunk of the response to a pass-through body, or log probabilities of the
+        prompt."""
 
     def finish(self, outcome: RequestOutcome) -> None:
         """Ends the request for its client, once."""

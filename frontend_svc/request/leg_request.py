@@ -86,7 +86,8 @@ def migration_blockers(plan: RequestPlan) -> str:
     - penalties: they count output apart from the prompt, and no engine takes an output prefix for
       them yet;
     - custom logits processors, for their state;
-    - prompt_embeds, a prompt that ids cannot extend.
+    - prompt_embeds, a prompt that ids cannot extend;
+    - log probabilities of the prompt, which the next worker would send again.
 
     min_tokens is no obstacle: it is reduced by the tokens generated. Nor is guided decoding: an
     engine that cannot continue a constraint refuses its `prefix_tokens`.
@@ -107,5 +108,6 @@ def migration_blockers(plan: RequestPlan) -> str:
         "a custom logits processor": isinstance(extra, dict)
         and any("processor" in key for key in extra),
         "prompt_embeds": request.prompt_embeds is not None,
+        "prompt_logprobs": request.output_options.prompt_logprobs is not None,
     }
     return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)

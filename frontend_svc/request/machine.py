@@ -112,6 +112,7 @@ class RequestMachine:
         self._prefill_leg: Leg | None = None
         self._prefill_tokens: list[int] = []
         self._prefill_logprobs: list[TokenLogprob] = []
+        self._prefill_chunks: list[bytes] = []
         self._prefill_result: PrefillResult | None = None
         self._prefill_reported = False
         self._placed: Decision | None = None
@@ -283,11 +284,23 @@ class RequestMachine:
         self._ports.emit(token_ids, logprobs)
 
     def leg_chunk(self, leg: Leg, json: bytes) -> None:
-        assert self.plan.body is not None or self.plan.is_embedding, "tokens are no chunks"
+        if self.plan.body is None and not self.plan.is_embedding:
+            self._prompt_chunk(leg, json)
+            return
         leg.delivered += 1
         self._report_prefill_done(leg.attempt)
         if self._suspect is not None:
             self._count_engine_failure(self._suspect)
+        self._chunks += 1
+        self._ports.emit_chunk(json)
+
+    def _prompt_chunk(self, leg: Leg, json: bytes) -> None:
+        """Takes log probabilities of the prompt. Of a pair, both legs send them: those of prefill
+        count only if it produces the whole response."""
+        assert self.plan.request.output_options.prompt_logprobs is not None, "tokens are no chunks"
+        if leg is self._prefill_leg:
+            self._prefill_chunks.append(json)
+            return
         self._chunks += 1
         self._ports.emit_chunk(json)
 
@@ -337,6 +350,8 @@ class RequestMachine:
         reason = terminal.finish_reason
         if reason is not FinishReason.LENGTH:
             # Prefill produced the whole response.
+            for json in self._prefill_chunks:
+                self._ports.emit_chunk(json)
             if self._prefill_tokens:
                 self.generated += self._prefill_tokens
                 self._ports.emit(self._prefill_tokens, self._prefill_logprobs)
@@ -430,7 +445,7 @@ class RequestMachine:
     def _start_attempt(self) -> None:
         self.attempt += 1
         self._booked = True
-        self._prefill_tokens, self._prefill_logprobs = [], []
+        self._prefill_tokens, self._prefill_logprobs, self._prefill_chunks = [], [], []
         self._prefill_result, self._prefill_reported = None, False
         self._ports.wake_at(self.plan.deadline)
         self._exclusions.start_attempt(self._excluded)

@@ -48,6 +48,6 @@ class ResponseSink(Protocol):
 
 @runtime_checkable
 class ChunkSink(ResponseSink, Protocol):
-    """Receives the response to a pass-through body."""
+    """Receives the response to a pass-through body, or log probabilities of the prompt."""
 
     def chunk(self, json: bytes) -> None: ...

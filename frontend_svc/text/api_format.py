@@ -20,12 +20,12 @@ OpenAIFinishReason = Literal["stop", "length", "content_filter", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token and its natural log probability. raw: its bytes, which may be part of a character.
-    top: the most probable tokens at its position, most probable first. offset: characters of the
-    choice's text before it."""
+    """A token and its natural log probability; None: of the first token of a prompt. raw: its
+    bytes, which may be part of a character. top: the most probable tokens at its position, most
+    probable first. offset: characters of the choice's text before it."""
 
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: Sequence[TokenText] = ()
     offset: int = 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.request.preprocessed import (
     CompletionTokensDetails,
@@ -21,6 +21,20 @@ from frontend_svc.text.output_text import TextStream
 from frontend_svc.text.token_queue import TokenQueue
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import Content, Delta, Reasoning
+
+
+@dataclass(slots=True)
+class PromptTokens:
+    """An echoed prompt. offsets: characters before each token. logprobs: of the tokens from the
+    second on, which arrive in parts."""
+
+    token_ids: Sequence[int]
+    offsets: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.logprobs) >= len(self.token_ids) - 1
 
 
 class Choice:
@@ -45,19 +59,31 @@ class Choice:
     ) -> None:
         self._index = index
         self._echo = echo
+        # Characters of the prompt in the text.
+        self._echoed = 0
         self._text = text
         self._parser = parser
         self._token_bytes = token_bytes
         self._counts = counts
         self._is_by_token = token_bytes is not None or counts is not None
         self._queue = TokenQueue[TokenText]()
+        # Until it is written.
+        self._prompt: PromptTokens | None = None
+        # Tokens that wait until the prompt is written.
+        self._held: list[tuple[int, TokenLogprob]] = []
         self.is_complete = False
         self._reasoning_tokens = 0
         # Tokens since the last delta.
         self._pending_tokens = 0
 
+    def echo_with(self, prompt: PromptTokens) -> None:
+        """Before the start: the echoed prompt has log probabilities."""
+        self._prompt = prompt
+
     def begin(self, sink: ChoiceSink) -> bytes:
         """Writes what comes before the first token."""
+        if self._prompt is not None:
+            return b""
         return sink.text(self._index, [self._echo]) if self._echo else b""
 
     def write_tokens(
@@ -115,8 +141,11 @@ class Choice:
     def _write_token(self, token_id: int, logprob: TokenLogprob, sink: ChoiceSink) -> bytes:
         if self.is_complete:
             return b""
+        if self._prompt is not None:
+            self._held.append((token_id, logprob))
+            return self._write_prompt(self._prompt, sink)
         queue = self._queue
-        entry = self._entry(logprob, queue.end)
+        entry = self._entry(logprob, self._echoed + queue.end)
         characters, text = self._text.feed_token(token_id)
         queue.add(entry, characters)
         tokens = queue.send(len(text))
@@ -127,6 +156,23 @@ class Choice:
         elif self._parser is not None:
             self.is_complete = self._parser.is_done
         return sink.output(self._index, deltas, tokens) if deltas or tokens else b""
+
+    def _write_prompt(self, prompt: PromptTokens, sink: ChoiceSink) -> bytes:
+        """Writes the prompt and the tokens that waited for it, when all its log probabilities have
+        arrived."""
+        if not prompt.is_complete:
+            return b""
+        self._prompt, self._echoed = None, len(self._echo)
+        deltas = [Content(self._echo)] if self._echo else []
+        events = sink.output(self._index, deltas, self._prompt_entries(prompt))
+        held, self._held = self._held, []
+        return events + b"".join([self._write_token(*token, sink) for token in held])
+
+    def _prompt_entries(self, prompt: PromptTokens) -> list[TokenText]:
+        assert self._token_bytes is not None, "the client requested log probabilities"
+        first = TokenText(self._token_bytes(prompt.token_ids[0]), None)
+        offsets = prompt.offsets[1:]
+        return [first, *map(self._entry, prompt.logprobs, offsets)]
 
     def _entry(self, logprob: TokenLogprob, offset: int) -> TokenText:
         assert self._token_bytes is not None, "the client requested log probabilities"
@@ -149,6 +195,7 @@ class Choice:
         nvext: Mapping[str, object] | None = None,
     ) -> bytes:
         """Writes the withheld text and the end. reason: why the model ended."""
+        events = b"" if self._prompt is None else self._write_prompt(self._prompt, sink)
         rest = self._text.finish()
         deltas = self._deltas(rest)
         if self._parser is not None:
@@ -156,7 +203,7 @@ class Choice:
         tokens = self._queue.send(len(rest))
         is_stopped = self._text.matched_stop is not None
         tokens += self._queue.stop() if is_stopped else self._queue.finish()
-        events = sink.output(self._index, deltas, tokens) if deltas or tokens else b""
+        events += sink.output(self._index, deltas, tokens) if deltas or tokens else b""
         end = ChoiceEnd(self._finish_reason(reason), self._text.matched_stop, nvext or {})
         return events + sink.finish(self._index, end)
 

@@ -140,12 +140,100 @@ def test_a_character_of_several_tokens_has_an_entry_for_each(mesh: Mesh) -> None
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat/completions", CHAT | {"prompt_logprobs": 1}, "prompt_logprobs"),
         ("completions", {"prompt": "x", "logprobs": 6}, "logprobs"),
-        ("completions", {"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
 def test_a_refused_value_is_named(mesh: Mesh, path: str, body: dict[str, Any], param: str) -> None:
     response = mesh.http.post(f"{mesh.url}/v1/{path}", json={"model": MODEL, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+TEXT = "The 🦆 says hello to the world, and the world answers."
+
+
+def echoed(mesh: Mesh, **body: Any) -> Any:
+    """The choice of a completion with the log probabilities of its prompt."""
+    options = {"prompt": TEXT, "echo": True, "logprobs": 2, "max_tokens": 1, "ignore_eos": True}
+    return post(mesh, **{**options, **body})["choices"][0]
+
+
+def test_an_echoed_prompt_has_log_probabilities_of_all_tokens_but_the_first(mesh: Mesh) -> None:
+    choice = echoed(mesh, max_tokens=6)
+    plain = post(mesh, prompt=TEXT, logprobs=2, max_tokens=6, ignore_eos=True)["choices"][0]
+    assert choice["text"] == TEXT + plain["text"]
+    arrays, generated = choice["logprobs"], plain["logprobs"]
+    ids = mesh.http.post(f"{mesh.url}/tokenize", json={"model": MODEL, "prompt": TEXT}).json()
+    count = len(ids["tokens"])
+    assert len(arrays["tokens"]) == count + 6
+    assert (arrays["token_logprobs"][0], arrays["top_logprobs"][0]) == (None, None)
+    for value, top in zip(arrays["token_logprobs"][1:], arrays["top_logprobs"][1:], strict=True):
+        assert value in top.values()
+        assert value <= 0
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        assert arrays[name][count:] == generated[name]
+    offsets = arrays["text_offset"]
+    assert offsets[count:] == [len(TEXT) + offset for offset in generated["text_offset"]]
+    for token, offset in zip(arrays["tokens"], offsets, strict=True):
+        if "\\x" not in token:
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_a_generated_token_has_the_same_probability_as_a_part_of_the_prompt(mesh: Mesh) -> None:
+    """What an evaluation harness computes: the probability of a continuation."""
+    prompt = list(range(300, 400))
+    body: dict[str, Any] = {"prompt": prompt, "logprobs": 1, "max_tokens": 9}
+    generated = post(mesh, **body, nvext={"extra_fields": ["completion_token_ids"]})
+    ids = generated["nvext"]["completion_token_ids"]
+    expected = generated["choices"][0]["logprobs"]
+    assert len(ids) > 3
+    context = [*prompt, *ids]
+    choice = echoed(mesh, prompt=[context, prompt], logprobs=1, return_tokens_as_token_ids=True)
+    arrays = choice["logprobs"]
+    assert arrays["tokens"][:-1] == [f"token_id:{token}" for token in context]
+    values = arrays["token_logprobs"][len(prompt) : len(context)]
+    assert values == pytest.approx(expected["token_logprobs"])
+
+
+def test_a_streamed_echo_has_the_entries_of_the_whole_one(mesh: Mesh) -> None:
+    long = TEXT * 80  # more tokens than one part has
+    whole = echoed(mesh, prompt=long, max_tokens=5)
+    text, arrays = "", dict[str, list[Any]]()
+    options: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "ignore_eos": True}
+    for chunk in events(mesh, prompt=long, **options):
+        for choice in chunk["choices"]:
+            text += choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                arrays.setdefault(name, []).extend(values)
+    assert (text, arrays) == (whole["text"], whole["logprobs"])
+
+
+def test_an_echo_of_too_many_probabilities_is_refused(mesh: Mesh) -> None:
+    body: dict[str, Any] = {"model": MODEL, "prompt": [300] * 20_000, "echo": True}
+    for fields in ({"logprobs": 3}, {"logprobs": 0, "n": 4}):
+        fields = {**body, **fields, "max_tokens": 1}
+        response = mesh.http.post(f"{mesh.url}/v1/completions", json=fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "echo")
+        assert "80000 log probabilities" in error["message"]
+
+
+def test_prefill_and_decode_echo_what_one_worker_echoes(
+    mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with Mesh(tmp_path_factory.mktemp("echo"), workers=0, prefill=1, decode=1) as split:
+        for max_tokens in (1, 7):
+            assert echoed(split, max_tokens=max_tokens) == echoed(mesh, max_tokens=max_tokens)
+
+
+def test_an_engine_without_log_probabilities_refuses_the_echo_by_name(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    flags = ["--engine=echo", f"--model-name={MODEL}"]
+    with Mesh(tmp_path_factory.mktemp("none"), workers=1, worker_flags=flags) as without:
+        body = {"model": MODEL, "prompt": "x", "echo": True, "logprobs": 0, "max_tokens": 1}
+        response = without.http.post(f"{without.url}/v1/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] in ("logprobs", "echo")
 
 
 def test_prefill_and_decode_give_the_entries_of_one_worker(

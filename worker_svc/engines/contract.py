@@ -203,6 +203,8 @@ class LLMEngineOutput:
     error: str | None = None
     worker_trace_link: TraceLink | None = None
     chunk_json: bytes | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    """Of the prompt's tokens from the second on, in order, before the first token of the output."""
 
     def with_tokens(self, token_ids: Sequence[int]) -> Self:
         return replace(self, token_ids=tuple(token_ids))

@@ -11,6 +11,7 @@ import structlog
 
 from common.errors import Conflict, MeshError, WorkerLost
 from common.request.preprocessed import PrefillResult, TokenIds
+from common.request.prompt_logprobs import dump_parts
 from common.request.token_stream import (
     AbortSlot,
     ArrivingPrompts,
@@ -155,6 +156,9 @@ class AttachStream:
         link, wake = self.link, self._writer.wake
 
         def emit(output: LLMEngineOutput) -> None:
+            if output.prompt_logprobs:
+                for part in dump_parts(output.prompt_logprobs):
+                    link.chunk(slot, part)
             if output.token_ids:
                 link.tokens(slot, output.token_ids, output.logprobs)
             if output.chunk_json is not None:

@@ -324,4 +324,9 @@ def _generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateRes
             for output in outputs
             for logprob in output.logprobs
         ],
+        prompt_logprobs=[
+            dataclass_to_proto(logprob, request_pb2.TokenLogprob())
+            for output in outputs
+            for logprob in output.prompt_logprobs
+        ],
     )

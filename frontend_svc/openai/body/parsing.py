@@ -57,8 +57,6 @@ def parse_chat(body: bytes) -> ChatRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """Returns a validated completion request. Raises as `parse_chat` does."""
     request = _parse(CompletionRequest, body)
-    if request.echo and request.logprobs is not None:
-        raise Unsupported("echo", "the prompt has no log probabilities; set only one of both")
     n, prompts = request.choices_per_prompt, len(request.prompts)
     if request.best_of not in (None, n):
         text = f"only the value of n ({n}) is accepted: every generated choice is returned"

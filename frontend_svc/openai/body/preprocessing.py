@@ -31,6 +31,8 @@ from frontend_svc.openai.body.schema import ChatRequest, GenerationRequest, Text
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 
 _NO_EXTENSIONS, _NO_AGENT_HINTS, _NO_ROUTING_HINTS = Nvext(), AgentHints(), RoutingHints()
+# 7 MB, and 0.1 s to write.
+ECHO_ENTRIES_MAX = 1 << 16
 # Keys of the metadata of PromptTooLong.
 PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT_TOKENS = "prompt_tokens", "output_tokens", "context_tokens"
 # Workers do not receive `n`: each choice is a request of its own (`choice_request`).
@@ -76,7 +78,10 @@ def to_preprocessed(
         token_ids=prompt,
         stop_conditions=_stop_conditions(request, eos, max_tokens),
         sampling_options=_sampling_options(request, vocab_size, guided),
-        output_options=OutputOptions(logprobs=request.alternatives),
+        output_options=OutputOptions(
+            logprobs=request.alternatives,
+            prompt_logprobs=request.alternatives if request.echoes_logprobs else None,
+        ),
         eos_token_ids=eos,
         card_checksum=card_checksum,
         annotations=tuple(nvext.annotations or ()),
@@ -235,6 +240,19 @@ def check_total_tokens(prompts: Sequence[PreprocessedRequest]) -> int:
         text = f"{len(prompts)} prompts have {tokens} tokens together, and {PROMPT_TOKENS_MAX} are"
         raise InvalidRequest(f"Invalid 'prompt': {text} allowed.", "prompt", reason=INVALID_VALUE)
     return tokens
+
+
+def check_echo(request: GenerationRequest, prompts: Sequence[PreprocessedRequest]) -> None:
+    """Raises InvalidRequest if the echoed prompts of all choices have too many log probabilities,
+    which are kept until they are complete, and written at once."""
+    if not request.echoes_logprobs:
+        return
+    tokens = sum(len(prompt.token_ids) for prompt in prompts) * request.choices_per_prompt
+    entries = tokens * (1 + (request.alternatives or 0))
+    if entries > ECHO_ENTRIES_MAX:
+        text = f"the prompts have {entries} log probabilities, alternatives included, and"
+        text = f"Invalid 'echo': {text} {ECHO_ENTRIES_MAX} are allowed."
+        raise InvalidRequest(text, "echo", reason=INVALID_VALUE)
 
 
 def strict_priority(nvext: Nvext | None) -> int:

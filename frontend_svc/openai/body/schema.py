@@ -333,9 +333,7 @@ class GenerationRequest(
     )
     store: Annotated[object, refuse("responses are not stored", False)] = None
     max_thinking_tokens: Annotated[object, refuse(NO_THINKING_LIMIT)] = None
-    prompt_logprobs: Annotated[object, refuse("only generated tokens have log probabilities")] = (
-        None
-    )
+    prompt_logprobs: Annotated[object, refuse("use echo and logprobs of a completion")] = None
     return_tokens_as_token_ids: bool | None = None
 
     @property
@@ -372,6 +370,11 @@ class GenerationRequest(
     def alternatives(self) -> int | None:
         """How many alternatives have log probabilities at each position; None: no token has."""
         raise NotImplementedError
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt's tokens have log probabilities too."""
+        return False
 
     @property
     def choices_per_prompt(self) -> int:
@@ -487,11 +490,16 @@ class CompletionRequest(GenerationRequest):
     ] = None
     prompt_embeds: Annotated[object, refuse("no engine takes embeddings as a prompt")] = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    """0 requests the log probabilities of the generated tokens without alternatives."""
+    """0 requests the log probabilities of the generated tokens without alternatives; with `echo`,
+    those of the prompt too."""
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return self.echo is True and self.logprobs is not None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

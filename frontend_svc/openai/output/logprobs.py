@@ -42,11 +42,14 @@ def _entry(token: TokenText) -> dict[str, Any]:
     return {"token": token_text(token.raw), "logprob": token.logprob, "bytes": list(token.raw)}
 
 
-def _top(token: TokenText) -> dict[str, float]:
-    """Returns the alternatives and the token itself. Of several with one text the most probable
-    counts."""
+def _top(token: TokenText) -> dict[str, float] | None:
+    """Returns the alternatives and the token itself; None without a probability. Of several with
+    one text the most probable counts."""
+    if token.logprob is None:
+        return None
     values: dict[str, float] = {}
     alternatives: Iterable[TokenText] = (*token.top, token)
     for alternative in alternatives:
+        assert alternative.logprob is not None, "only the first token of a prompt has none"
         values.setdefault(token_text(alternative.raw), alternative.logprob)
     return values

@@ -3,8 +3,8 @@
 Semantics of requests:
 - The output is that of `token_oracle.py`: the token of the highest logit, so temperature, top_p,
   top_k and min_p have no effect. Penalties and logit_bias change the logits (`logits.py`). A seed
-  gives another output, unless the temperature is 0. Every log probability is 0, with no
-  alternatives.
+  gives another output, unless the temperature is 0. The prompt has the log probabilities that the
+  formula gives to its tokens, without penalties and bias.
 - max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
   output and is excluded from it and from the counts.
 - Each loaded adapter has its own cache, block names and output. Each cache salt has its own cache
@@ -14,8 +14,7 @@ Semantics of requests:
   names and KV events depend on the bytes of the media.
 - Guided decoding masks tokens with a grammar (`constraint.py`), by llguidance.
 - Unsupported fields are rejected by name: n, best_of, beam search, prompt embeddings, stop strings
-  and other options of the text, prompt log probabilities, engine arguments, handoffs of another
-  role.
+  and other options of the text, engine arguments, handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 - An embedding occupies the scheduler as a prompt with one token of output does, and bypasses the
   prefix cache.
@@ -51,6 +50,7 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
     PreprocessedRequest,
+    TokenLogprob,
     chunk,
 )
 from worker_svc.engines.sim.advertised import advertised_config
@@ -58,7 +58,7 @@ from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.constraint import Constraint, constraint_failed
 from worker_svc.engines.sim.decode_rooms import DecodeRooms
-from worker_svc.engines.sim.jobs import JobBuilder
+from worker_svc.engines.sim.jobs import JobBuilder, seed_of
 from worker_svc.engines.sim.logits import LogitModel
 from worker_svc.engines.sim.network import Network, TcpNetwork
 from worker_svc.engines.sim.prefill_rooms import PrefillRooms
@@ -78,6 +78,8 @@ from worker_svc.kv_events.external_events import (
 
 _RETRY_AFTER_MIN_S: Final = 0.05
 _RETRY_AFTER_MAX_S: Final = 30.0
+# A call in a thread takes about 20 ms.
+_PROMPT_LOGPROBS_PER_CALL: Final = 64
 _ROOMS: Final[Mapping[Role, type[Rooms[Any]]]] = {
     "aggregated": Rooms,
     "prefill": PrefillRooms,
@@ -174,16 +176,18 @@ class SimEngine:
         config = self.config
         blocks = BlockManager(config.total_kv_blocks, config.block_size)
         oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
+        logit_model = LogitModel(oracle, model.vocab_size)
         scheduler = SimScheduler(
             blocks,
             config.timing,
             oracle,
-            LogitModel(oracle, model.vocab_size),
+            logit_model,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         rooms = await self._start_rooms(scheduler, worker_id)
-        return _Core(scheduler, blocks, JobBuilder.create(config, model, time.thread_time), rooms)
+        jobs = JobBuilder.create(config, model, time.thread_time)
+        return _Core(scheduler, blocks, jobs, rooms, logit_model)
 
     async def _start_rooms(self, scheduler: SimScheduler, worker_id: int) -> Rooms[Any]:
         settings = RoomSettings(
@@ -228,6 +232,9 @@ class SimEngine:
         try:
             # Takes effect at once, even while the caller does not read the stream.
             ctx.call_on_stop(lambda: self._stop_stream(stream))
+            if request.output_options.prompt_logprobs is not None:
+                async for output in self._prompt_logprobs(request, ctx):
+                    yield output
             while True:
                 if ctx.is_stopped:
                     outcome = "cancelled"
@@ -246,6 +253,28 @@ class SimEngine:
                     await stream.wait_for_update()
         finally:
             self._close_stream(stream, outcome)
+
+    async def _prompt_logprobs(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Yields the log probabilities of the prompt, computed in a thread; none after a stop."""
+        core, routing = self._started_core, request.routing
+        lora = "" if routing is None else routing.lora_name or ""
+        seed, alternatives = (
+            seed_of(request.sampling_options),
+            request.output_options.prompt_logprobs or 0,
+        )
+        token_ids = request.token_ids.tolist()
+
+        def logprobs(start: int) -> list[TokenLogprob]:
+            state = core.scheduler.token_oracle.state_of(token_ids[:start], lora, seed)
+            part = token_ids[start : start + _PROMPT_LOGPROBS_PER_CALL]
+            return core.logit_model.of_prompt(state, part, alternatives)
+
+        for start in range(1, len(token_ids), _PROMPT_LOGPROBS_PER_CALL):
+            if ctx.is_stopped:
+                return
+            yield LLMEngineOutput(prompt_logprobs=await asyncio.to_thread(logprobs, start))
 
     async def abort(self, ctx: GenerateContext) -> None:
         """Does nothing: the stop frees the slot, and the blocks after open transfers."""
@@ -490,3 +519,4 @@ class _Core:
     blocks: BlockManager
     jobs: JobBuilder
     rooms: Rooms[Any]
+    logit_model: LogitModel

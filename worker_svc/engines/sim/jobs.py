@@ -38,7 +38,7 @@ SUPPORTED_FIELDS: Final = frozenset(
         # The model does not reason.
         "stop_conditions.max_thinking_tokens",
         *("routing.lora_name", "routing.cache_salt"),
-        "output_options.logprobs",
+        *("output_options.logprobs", "output_options.prompt_logprobs"),
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
         *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
@@ -124,7 +124,7 @@ class JobBuilder:
             cache_salt=salt,
             priority=priority or 0,
             constraint=constraint,
-            seed=_seed(request.sampling_options),
+            seed=seed_of(request.sampling_options),
             changes=self._logit_changes(request),
             logprobs=request.output_options.logprobs,
         )
@@ -251,7 +251,7 @@ class JobBuilder:
         return job
 
 
-def _seed(options: SamplingOptions) -> int | None:
+def seed_of(options: SamplingOptions) -> int | None:
     """Returns the seed; None if the output does not depend on it."""
     return None if options.temperature == 0 else options.seed
 

@@ -67,6 +67,17 @@ class LogitModel:
             tuple(alternative for alternative in top if np.isfinite(alternative.logprob)),
         )
 
+    def of_prompt(
+        self, state: int, token_ids: Sequence[int], alternatives: int
+    ) -> list[TokenLogprob]:
+        """Returns the log probabilities of given tokens, the first of which follows `state`."""
+        logprobs = []
+        for token in token_ids:
+            logits = self.logits(state, self._oracle.next_token(state), can_end=True)
+            logprobs.append(self.logprob(state, logits, token, alternatives))
+            state = self._oracle.advance(state, token)
+        return logprobs
+
     def logits(
         self, state: int, chosen: int, *, can_end: bool, allowed: NDArray[np.bool_] | None = None
     ) -> Logits:

@@ -186,7 +186,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkJson]:
-        """Chunks of pass-through requests (chat_json, completion_json) and of embeddings."""
+        """Chunks of pass-through requests (chat_json, completion_json), of embeddings, and of prompts."""
 
     @_builtins.property
     def terminals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Terminal]:
@@ -480,7 +480,7 @@ Global___SlotLogprobs: _TypeAlias = SlotLogprobs  # noqa: Y015
 
 @_typing.final
 class ChunkJson(_message.Message):
-    """A chunk of a pass-through request, or the vector of an embedding."""
+    """A chunk of a pass-through request, the vector of an embedding, or log probabilities of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,7 +492,10 @@ class ChunkJson(_message.Message):
     index: _builtins.int
     """Number of the chunk within the slot, from 0; gaps and duplicates are errors."""
     json: _builtins.bytes
-    """One OpenAI chunk object; of an embedding, OpenAI's embedding object in base64."""
+    """One OpenAI chunk object; of an embedding, OpenAI's embedding object in base64; of a request with
+    output_options.prompt_logprobs, a list of [token, logprob, [[token, logprob], ...]], one entry
+    for each token of the prompt from the second on. It may follow tokens of the output.
+    """
     def __init__(
         self,
         *,
@@ -611,6 +614,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFILL_RESULT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _request_pb2.FinishReason.ValueType
     """Set in the last message only."""
     @_builtins.property
@@ -629,6 +633,10 @@ class GenerateResponse(_message.Message):
     def prefill_result(self) -> _request_pb2.PrefillResult:
         """In the last message of a prefill."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprob]:
+        """If requested, one for each token of the prompt from the second on, in order."""
+
     def __init__(
         self,
         *,
@@ -637,10 +645,11 @@ class GenerateResponse(_message.Message):
         usage: _request_pb2.CompletionUsage | None = ...,
         logprobs: _abc.Iterable[_request_pb2.TokenLogprob] | None = ...,
         prefill_result: _request_pb2.PrefillResult | None = ...,
+        prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_result", b"prefill_result", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_result", b"prefill_result", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_result", b"prefill_result", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

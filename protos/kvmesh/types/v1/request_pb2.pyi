@@ -747,7 +747,7 @@ class OutputOptions(_message.Message):
     none.
     """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens. Absent: none."""
+    """The same for the prompt's tokens but the first. Absent: none."""
     skip_special_tokens: _builtins.bool
     """Exclude special tokens from the text. Refused by workers. Absent: true."""
     formatted_prompt: _builtins.bool

@@ -389,7 +389,7 @@ BAD_COMPLETIONS: list[tuple[bytes, str, str, str]] = [
     (completion_body(best_of=2), "best_of", "unsupported_parameter", ""),
     (completion_body(suffix="x"), "suffix", "unsupported_parameter", ""),
     (completion_body(logprobs=6), "logprobs", "invalid_value", ""),
-    (completion_body(logprobs=0, echo=True), "echo", "unsupported_parameter", ""),
+    (completion_body(prompt_logprobs=0), "prompt_logprobs", "unsupported_parameter", "echo"),
     (completion_body(messages=HI), "messages", "unknown_parameter", ""),
     (completion_body(max_completion_tokens=5), "max_completion_tokens", "unknown_parameter", ""),
 ]

@@ -534,7 +534,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sampling_options.guided_decoding.backend": {
         "sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(regex="a", backend="x"))
     },
-    "output_options.prompt_logprobs": {"output_options": OutputOptions(prompt_logprobs=1)},
     "prompt_embeds": {"prompt_embeds": "AAAA"},
     "multi_modal_data": {"multi_modal_data": {"image_url": (MediaUrl("https://a/b"),)}},
     "extra_args": {"extra_args": {"a": 1}},
