@@ -5,7 +5,8 @@ Every field belongs to exactly one of the following classes; any other name is r
 Honoured
   both         model, messages (roles user, assistant, system; text, or blocks of type text,
                image, thinking, tool_use, tool_result), system (text or text blocks), tools (name,
-               description, input_schema, strict), tool_choice (auto, any, tool, none,
+               description, input_schema, strict, defer_loading with tool_reference in results),
+               tool_choice (auto, any, tool, none,
                disable_parallel_tool_use), thinking (adaptive, disabled), thinking.display,
                output_config.format (json_schema), output_config.effort (low, medium, high, if the
                chat template reads reasoning_effort; else only high, the default)
@@ -18,7 +19,7 @@ Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if oth
                tools of `HOSTED_TOOLS`: the vendor's servers run them, and no answer need use them
 Accepted with a value that has no effect, else refused by name
                speed (standard), citations ([]), caller and
-               tools[].allowed_callers (direct), tools[].defer_loading (false),
+               tools[].allowed_callers (direct),
                tools[].input_examples ([]), context_management (no edits, or thinking kept)
 Refused by name unless null
                other blocks (documents, redacted thinking, server tools), other tools,
@@ -79,7 +80,7 @@ def _source_tag(value: object) -> str:
 
 def _result_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return "\0image" if kind == "image" else TEXT
+    return f"\0{kind}" if kind in ("image", "tool_reference") else TEXT
 
 
 def _tool_tag(value: object) -> str:
@@ -171,13 +172,23 @@ Text: TypeAlias = Annotated[
 ]
 
 
-# Text, or blocks of text and images.
+class ToolReferenceBlock(StrictModel):
+    """A tool that a search has found: from here on the model may call it."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+    cache_control: CacheControl = None
+
+
+# Text, or blocks of text and images, and references to tools.
 ResultContent: TypeAlias = Annotated[
     Annotated[str, Tag(TEXT)]
     | Annotated[
         list[
             Annotated[
-                Annotated[TextOnlyBlock, Tag(TEXT)] | Annotated[ImageBlock, Tag("\0image")],
+                Annotated[TextOnlyBlock, Tag(TEXT)]
+                | Annotated[ImageBlock, Tag("\0image")]
+                | Annotated[ToolReferenceBlock, Tag("\0tool_reference")],
                 Discriminator(_result_tag),
             ]
         ],
@@ -237,7 +248,8 @@ class CustomTool(StrictModel):
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None
     allowed_callers: Annotated[object, refuse("only the model calls tools", ["direct"])] = None
-    defer_loading: Annotated[object, refuse("there is no tool search", False)] = None
+    defer_loading: bool | None = None
+    """Not in the prompt until a result refers to it."""
     input_examples: Annotated[object, refuse("put examples into the description", [])] = None
 
 

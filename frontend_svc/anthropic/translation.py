@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import orjson
 from pydantic import Field, ValidationError
@@ -23,6 +23,7 @@ from frontend_svc.anthropic.schema import (
     TextBlock,
     ThinkingBlock,
     ToolChoice,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     UrlImage,
@@ -68,6 +69,7 @@ _EFFORT_VARIABLE: Final = "reasoning_effort"
 _DEFAULT_EFFORT: Final = "high"
 
 R = TypeVar("R", bound=PromptRequest)
+ResultPart: TypeAlias = TextBlock | ImageBlock | ToolReferenceBlock
 
 
 class MessagesChat(openai.ChatRequest):
@@ -215,7 +217,7 @@ def _generation_fields(request: MessagesRequest) -> dict[str, Any]:
 def _tool_fields(request: PromptRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     tools = list(enumerate(request.tools or ()))
-    custom = [(index, tool) for index, tool in tools if isinstance(tool, CustomTool)]
+    custom = list(_usable_tools(request))
     hosted = [(index, tool) for index, tool in tools if isinstance(tool, ServerTool)]
     if hosted and not custom:
         text = "the server runs no tools; only custom tools are available"
@@ -230,6 +232,27 @@ def _tool_fields(request: PromptRequest) -> dict[str, Any]:
         if choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
     return fields
+
+
+def _usable_tools(request: PromptRequest) -> Iterator[tuple[int, CustomTool]]:
+    """Yields the tools that the prompt has, with their indices: a deferred one only after a result
+    has referred to it. Raises Unsupported if all are deferred and none is referred to."""
+    found = {
+        part.tool_name
+        for message in request.messages
+        for block in _blocks(message)
+        if isinstance(block, ToolResultBlock) and not isinstance(block.content, str)
+        for part in block.content or ()
+        if isinstance(part, ToolReferenceBlock)
+    }
+    tools = [
+        (i, tool) for i, tool in enumerate(request.tools or ()) if isinstance(tool, CustomTool)
+    ]
+    usable = [(i, tool) for i, tool in tools if not tool.defer_loading or tool.name in found]
+    if tools and not usable:
+        text = "there is no tool search on the server, and no other tool can load this one"
+        raise Unsupported(f"tools[{tools[0][0]}].defer_loading", text)
+    yield from usable
 
 
 def _tool(tool: CustomTool) -> openai.Tool:
@@ -297,7 +320,7 @@ def _call(block: ToolUseBlock) -> openai.ToolCall:
 
 
 def _result(block: ToolResultBlock) -> openai.ChatMessage:
-    parts = _parts(block.content or "")
+    parts = [_without_reference(part) for part in _parts(block.content or "")]
     if block.is_error:
         match parts:
             case [TextBlock(text=text), *others]:
@@ -305,6 +328,12 @@ def _result(block: ToolResultBlock) -> openai.ChatMessage:
             case _:
                 parts = [_text(_ERROR_PREFIX), *parts]
     return openai.ChatMessage(role="tool", content=_content(parts), tool_call_id=block.tool_use_id)
+
+
+def _without_reference(part: ResultPart) -> TextBlock | ImageBlock:
+    if isinstance(part, ToolReferenceBlock):
+        return _text(f"The tool {part.tool_name} is available.")
+    return part
 
 
 def _content(parts: Sequence[TextBlock | ImageBlock]) -> str | list[openai.ContentPart]:
@@ -335,5 +364,5 @@ def _blocks(message: Message) -> Sequence[Block]:
     return [_text(message.content)] if isinstance(message.content, str) else message.content
 
 
-def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> Sequence[TextBlock | ImageBlock]:
+def _parts(content: str | Sequence[ResultPart]) -> Sequence[ResultPart]:
     return [_text(content)] if isinstance(content, str) else content

@@ -399,6 +399,21 @@ def test_a_hosted_tool_beside_others_is_left_out_and_named() -> None:
         parse_messages(body(tools=[WEB_SEARCH, TOOL], tool_choice=chosen))
 
 
+def test_a_deferred_tool_is_in_the_prompt_after_a_result_has_referred_to_it() -> None:
+    search, deferred = TOOL | {"name": "search"}, TOOL | {"defer_loading": True}
+    before = parse_messages(body(tools=[search, deferred]))
+    assert [tool.function.name for tool in before.tools or ()] == ["search"]
+    found = [{"type": "tool_reference", "tool_name": "f"}, text("Found.")]
+    turns = [HI, turn("assistant", CALL | {"name": "search"}), turn("user", result(found))]
+    after = parse_messages(body(tools=[search, deferred], messages=turns))
+    assert [tool.function.name for tool in after.tools or ()] == ["search", "f"]
+    assert after.template_messages()[-1]["content"] == [
+        text("The tool f is available."),
+        text("Found."),
+    ]
+    assert after.tool_path(1) == "tools[1].function"
+
+
 def too_long(prompt: int, **fields: object) -> dict[str, Any]:
     """The error of a prompt of so many tokens in a context of 1,000."""
     with pytest.raises(PromptTooLong) as raised:
