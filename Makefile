@@ -138,10 +138,12 @@ test-sglang: ## Tests on real SGLang engines (4 minutes, 9 GB of memory; set-up 
 		*) exit $$status ;; \
 	esac
 
-# The clients have an environment of their own, of pinned versions (700 MB, two minutes).
+# The clients have an environment of their own, of pinned versions (5 GB, most of it agents and torch; five
+# minutes).
 CLIENTS := .venv-clients
-test-clients: $(VENV)/.dev $(CLIENTS)/.python $(CLIENTS)/.node ## Clients and agent frameworks against a mesh; writes docs/clients.md
-	$(BIN)/python -m tests.clients --python $(CLIENTS)/bin/python --node-modules $(CLIENTS)/node --write docs/clients.md $(ARGS)
+CLIENTS_READY := $(addprefix $(CLIENTS)/,.python .node .agents .aider .evaluation)
+test-clients: $(VENV)/.dev $(CLIENTS_READY) ## Clients, agents and evaluation harnesses against a mesh; writes docs/clients.md
+	$(BIN)/python -m tests.clients --clients $(CLIENTS) --write docs/clients.md $(ARGS)
 
 $(CLIENTS)/.python: tests/clients/python/requirements.txt
 	@$(PY) -m venv $(CLIENTS)
@@ -151,6 +153,26 @@ $(CLIENTS)/.python: tests/clients/python/requirements.txt
 $(CLIENTS)/.node: tests/clients/node/package-lock.json
 	@mkdir -p $(CLIENTS)/node && cp tests/clients/node/package*.json $(CLIENTS)/node
 	@cd $(CLIENTS)/node && npm ci --ignore-scripts --no-audit --no-fund && touch ../.node
+
+# Two of the agents unpack their program in a script of their own.
+$(CLIENTS)/.agents: tests/clients/agents/package-lock.json
+	@mkdir -p $(CLIENTS)/agents && cp tests/clients/agents/package*.json $(CLIENTS)/agents
+	@echo "installing the agents into $(CLIENTS)/agents (2 GB) ..."
+	@cd $(CLIENTS)/agents && npm install --ignore-scripts --no-audit --no-fund --loglevel=error
+	@cd $(CLIENTS)/agents/node_modules/@anthropic-ai/claude-code && node install.cjs
+	@cd $(CLIENTS)/agents/node_modules/opencode-ai && node postinstall.mjs
+	@touch $@
+
+$(CLIENTS)/.aider: tests/clients/aider/requirements.txt
+	@$(PY) -m venv $(CLIENTS)/aider
+	@$(CLIENTS)/aider/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
+# torch has no hash, so that an index with CPU builds can be used (PIP_EXTRA_INDEX_URL names one).
+$(CLIENTS)/.evaluation: tests/clients/evaluation/requirements.txt
+	@$(PY) -m venv $(CLIENTS)/evaluation
+	@echo "installing load generators and evaluation harnesses into $(CLIENTS)/evaluation ..."
+	@$(CLIENTS)/evaluation/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
+	@$(CLIENTS)/evaluation/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 && touch $@
 
 fuzz: $(VENV)/.dev ## 100,000 mutated bodies to all POST routes of a mesh, no 5xx, flat memory (minutes; ARGS='--bodies 2000')
 	$(BIN)/python -m tests.fuzz $(ARGS)
@@ -163,6 +185,8 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
+	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
+	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt
 
 clean: ## Remove environments, caches and state of past runs
 	rm -rf $(VENV) .venv-sglang $(CLIENTS) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out build

@@ -1,9 +1,9 @@
-"""Runs every client against one mesh; prints the table of clients and features.
+"""Runs every client and every application against a mesh; prints the tables.
 
-    python -m tests.clients --python .venv-clients/bin/python --node-modules .venv-clients/node \
-        [--write docs/clients.md] [NAME ...]
+    python -m tests.clients --clients .venv-clients [--write docs/clients.md] [NAME ...]
 
-NAME: programs to run, for example openai_sdk; default: all. Exit status 1 if a cell fails.
+NAME: programs and applications to run, for example openai_sdk or codex; default: all. Exit status 1
+if a cell fails.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 
+from tests.clients.applications import APPLICATIONS, ENGINE_FLAGS, Place, run_application
 from tests.kit.processes import Mesh
 
 FOLDER = Path(__file__).parent
@@ -50,33 +51,72 @@ Result = dict[str, str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", type=Path, required=True)
-    parser.add_argument("--node-modules", type=Path, required=True)
+    parser.add_argument("--clients", type=Path, required=True)
     parser.add_argument("--write", type=Path)
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
+    clients: Path = arguments.clients.absolute()
+    results = run_programs(arguments.names, clients)
+    problems = run_applications(arguments.names, clients)
+    table, list_ = format_table(results), format_applications(problems)
+    print(table, list_, sep="\n\n")
+    failures = [one for one in results if one["state"] == "FAIL"]
+    for one in failures:
+        print(f"FAIL {one['client']}: {one['feature']}: {one['detail']}")
+    for name, problem in problems.items():
+        if problem:
+            print(f"FAIL {name}: {problem}")
+    if arguments.write and not arguments.names:
+        arguments.write.write_text(document(table, list_))
+    return bool(failures) or any(problems.values())
+
+
+def run_programs(names: Sequence[str], clients: Path) -> list[Result]:
     results: list[Result] = []
+    if not (selected := programs(names)):
+        return results
+    node_modules = clients / "node"
     with (
         tempfile.TemporaryDirectory() as folder,
         Mesh(Path(folder), worker_flags=["--speedup=20"]) as mesh,
     ):
         missing = missing_features(mesh.url)
-        for program in programs(arguments.names):
-            command: list[str] = [str(arguments.python.absolute()), str(program)]
+        for program in selected:
+            command = [str(clients / "bin" / "python"), str(program)]
             if program.suffix == ".mjs":
                 # Node finds packages beside the program.
-                shutil.copy(FOLDER / "node" / "cells.mjs", arguments.node_modules)
-                command = ["node", shutil.copy(program, arguments.node_modules)]
+                shutil.copy(FOLDER / "node" / "cells.mjs", node_modules)
+                command = ["node", str(shutil.copy(program, node_modules))]
             results += run_program([*command, *missing], program.stem, mesh.url)
-    table = format_table(results)
-    print(table)
-    failures = [one for one in results if one["state"] == "FAIL"]
-    for one in failures:
-        print(f"FAIL {one['client']}: {one['feature']}: {one['detail']}")
-    if arguments.write and not arguments.names:
-        arguments.write.write_text(document(table))
-    return bool(failures)
+    return results
+
+
+def run_applications(names: Sequence[str], clients: Path) -> dict[str, str]:
+    """Returns why an application does not work, by its name; "" if it does."""
+    problems: dict[str, str] = {}
+    for is_agent in (True, False):
+        selected = [
+            name
+            for name, one in APPLICATIONS.items()
+            if one.is_agent is is_agent and (not names or name in names)
+        ]
+        if not selected:
+            continue
+        flags = ENGINE_FLAGS if is_agent else ["--speedup=20"]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Mesh(Path(folder), workers=1, worker_flags=flags) as mesh,
+        ):
+            for name in selected:
+                started_at = time.monotonic()
+                home = Path(folder) / f"home-{name}"
+                home.mkdir()
+                place = Place(clients, home, mesh.url)
+                log = (LOGS / f"{name}.log").absolute()
+                problems[name] = run_application(APPLICATIONS[name], mesh, place, log)
+                print(f"{name}: {time.monotonic() - started_at:.0f} s", file=sys.stderr)
+    return problems
 
 
 def programs(names: Sequence[str]) -> list[Path]:
@@ -151,7 +191,24 @@ def format_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def document(table: str) -> str:
+def format_applications(problems: Mapping[str, str]) -> str:
+    lines = ["| application | version | |", "|---|---|---|"]
+    for name, problem in problems.items():
+        application = APPLICATIONS[name]
+        version = versions()[application.package]
+        lines.append(f"| {application.title} | {version} | {'FAIL' if problem else 'ok'} |")
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of each package of the locks."""
+    found = dict(json.loads((FOLDER / "agents/package.json").read_text())["dependencies"])
+    for lock in FOLDER.glob("*/requirements.txt"):
+        found |= dict(re.findall(r"(?m)^(\S+?)==(\S+)", lock.read_text()))
+    return found
+
+
+def document(table: str, applications: str) -> str:
     wanted = (FOLDER / "python/requirements.in").read_text()
     names = set(re.findall(r"(?m)^[a-z-]+", wanted))
     pins = re.findall(r"(?m)^(\S+?)==(\S+)", (FOLDER / "python/requirements.txt").read_text())
@@ -164,7 +221,12 @@ def document(table: str) -> str:
         "*ok*: the client's request has worked as with OpenAI. *-*: the mesh does not serve this "
         "API. Empty: the client has no such feature, or sends the same request for another one. "
         "The Anthropic SDK has all its features at `/v1/messages`.\n\n"
-        f"{table}\n\nPython: {python}.\n\nNode: {node}.\n"
+        f"{table}\n\nPython: {python}.\n\nNode: {node}.\n\n"
+        "## Applications\n\n"
+        "The target also starts applications with their default settings, offline. *ok*: exit "
+        "status 0, the expected output, and no refused request. Agents call one of their tools and "
+        "send its result; a scripted engine of the tests answers them.\n\n"
+        f"{applications}\n"
     )
 
 
