@@ -30,7 +30,8 @@ ReceivedT = TypeVar("ReceivedT")
 
 
 class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
-    """The messages of one call. One task reads, one writes.
+    """The messages of one call. One task reads, one writes. What arrives is handled in turns of
+    bounded size (`http2/call.py`); between two of them, the event loop serves other connections.
 
     parse: a received message; it raises DecodeError. wrong_message: raised then.
     """
@@ -42,6 +43,8 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
         self._parse = parse
         self._loop = asyncio.get_running_loop()
         self._is_paused = False
+        self._next_turn: asyncio.Handle | None = None
+        self._is_reading_paused = False
         self._silent_ticks = 0
         # Set on each change that a task may wait for.
         self._reader: asyncio.Future[None] | None = None
@@ -58,10 +61,13 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
-        self._call.receive(data)
+        has_frames = self._call.receive(data)
         self._on_received()
         self._send()
         self._wake(self._writer)
+        if has_frames:
+            self._pause_reading()
+            self._await_turn()
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = "was closed" if error is None else f"was lost: {error}"
@@ -80,6 +86,23 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
     def _on_received(self) -> None:
         """Handles what the call has received from the connection."""
 
+    def _await_turn(self) -> None:
+        """Handles the next part of what has arrived in the next turn of the event loop."""
+        if self._next_turn is None:
+            self._next_turn = self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        was_paused, self._is_reading_paused = self._is_reading_paused, False
+        self.data_received(b"")
+        if was_paused and not self._is_reading_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        self._is_reading_paused = True
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
     def _take_message(self) -> ReceivedT:
         try:
             return self._parse(self._call.take_message())
@@ -92,6 +115,9 @@ class MessageStream(asyncio.Protocol, ABC, Generic[CallT, ReceivedT]):
             self._fail(f"the peer is silent for {self._silent_ticks * TICK_S:g} s")
             self._transport.abort()
             return
+        if not self._is_paused:
+            # Otherwise the peer does not take the responses to its frames.
+            self._call.begin_period()
         if self._silent_ticks >= _PING_TICKS:
             self._call.ping()
             self._send()

@@ -56,7 +56,9 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
         """Returns the next message; None at the end. Raises MeshError if the stream failed."""
         call = self._call
         while not call.messages:
-            if call.status is not None:
+            if call.is_behind:
+                self._await_turn()
+            elif call.status is not None:
                 self._raise_failure()
                 return None
             await self._wait_to_read()
@@ -87,7 +89,9 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
             if reader is not None and not reader.done():
                 reader.set_exception(error)
         self._send()
-        if self._receiver is None or call.status is not None:
+        if self._receiver is not None and call.is_behind:
+            self._await_turn()
+        elif self._receiver is None or call.status is not None:
             self._wake(reader)
 
     def __aiter__(self) -> AsyncIterator[ResponseT]:
@@ -130,7 +134,7 @@ class GrpcStream(MessageStream[ClientCall, ResponseT], Generic[RequestT, Respons
             if error is None:
                 self._peer = None
             else:
-                call.messages.clear()
+                call.drop_messages()
                 if call.status is None or call.status.code is StatusCode.OK:
                     self._refusal = error
                 call.cancel()

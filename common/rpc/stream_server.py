@@ -219,7 +219,9 @@ class ServedCall(MessageStream[ServerCall, Any]):
         call = self._call
         call.open_window()
         while not call.messages:
-            if call.has_all_messages or call.status is not None:
+            if call.is_behind:
+                self._await_turn()
+            elif call.has_all_messages or call.status is not None:
                 return grpc.aio.EOF
             self._send()
             await self._wait_to_read()
@@ -275,6 +277,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
             # By the client, or by a violation of the protocol.
             if call.headers is None:
                 self._is_ended = True
+                self._send()
                 self._close_transport()
             else:
                 self._finish(call.status)

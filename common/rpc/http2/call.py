@@ -7,6 +7,7 @@ message costs a third of the CPU that it costs in grpc.aio (ADR 0029, 0038).
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from grpc import StatusCode
-from hpack import Decoder, Encoder, HPACKError
+from hpack import Decoder, Encoder, HPACKError, OversizedHeaderListError
 
 from common.rpc.http2.frames import (
     CANCEL,
@@ -35,6 +36,7 @@ from common.rpc.http2.frames import (
     WINDOW_MAX,
     Flags,
     FrameType,
+    LimitExceeded,
     ProtocolError,
     Setting,
     frame,
@@ -44,10 +46,25 @@ from common.rpc.http2.frames import (
     window_update,
 )
 
-# Settings, pings and empty frames that one read may bring: each of the first two has a response.
+# What one turn handles; the rest waits, so that other connections have their turns between. Small
+# frames: those that begin within the first bytes, large ones not counted. Messages: each counts as
+# its bytes and a constant.
+TURN_FRAMES_BYTES: Final = 16 << 10
+_LARGE_FRAME_BYTES: Final = 4 << 10
+TURN_BYTES: Final = 512 << 10
+MESSAGE_COST_BYTES: Final = 8 << 10
+# Frames without data that a peer may send in a period, and more of them for the data that it
+# receives: peers respond to data with window updates, and with pings that measure the bandwidth.
 _CONTROL_FRAMES_MAX: Final = 1000
+_CONTROL_FRAME_PER_BYTES: Final = 8
+_DATA: Final = int(FrameType.DATA)
 # Settings of one frame; RFC 9113 and its extensions define fewer than 20.
 _SETTINGS_MAX: Final = 64
+# Three changes of the table of HPACK at the beginning of headers; RFC 7541 allows two. The decoder
+# takes 3 us for each.
+_TABLE_CHANGES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
+# The decoder quotes what it cannot read.
+_ERROR_TEXT_MAX: Final = 200
 # Bytes of a frame of headers beside its header block: padding and priority.
 _HEADERS_OVERHEAD_MAX: Final = 512
 
@@ -74,25 +91,39 @@ class CallStatus:
 class Http2Call(ABC):
     """One end of a call. `receive` takes what arrives; `take_output` returns what to send next.
 
-    messages: received and not taken; take them with `take_message`. headers: of the peer; None
-    before they arrive. status: how the call ended, after its last message; None while it runs.
+    - messages: received, parsed and not taken, at most those of one turn; take them with
+      `take_message`.
+    - is_behind: whether more messages than those of one turn have arrived; after `messages` are
+      taken, the next `receive` parses them.
+    - has_all_messages: whether the peer has sent its last message.
+    - headers: of the peer; None before they arrive.
+    - status: how the call ended, after its last message; None while it runs.
+    - exceeded: name of the limit that the peer has exceeded; empty if none.
     """
 
     def __init__(self, *, message_bytes_max: int, header_bytes_max: int) -> None:
         self.messages: deque[bytes] = deque()
         self.headers: Headers | None = None
         self.status: CallStatus | None = None
+        self.is_behind = self.has_all_messages = False
+        self.exceeded = ""
         self._message_bytes_max = message_bytes_max
         self._header_bytes_max = header_bytes_max
         self._decoder = Decoder(header_bytes_max)
-        # Bytes of an incomplete frame, of an incomplete message, of incomplete headers.
+        # Bytes of frames that wait, of messages that are incomplete or wait, of incomplete headers.
         self._frame = b""
         self._message = bytearray()
+        # Of the messages that were parsed since there was none, with the cost of each.
+        self._turn_bytes = 0
         self._header_block: bytearray | None = None
         self._header_flags = Flags.NONE
         self._window = WINDOW_DEFAULT
         self._unacknowledged = 0
         self._send_windows = {0: WINDOW_DEFAULT, STREAM: WINDOW_DEFAULT}
+        # Frames without data in this period. The window of the connection, if all that was sent
+        # before the period, or nothing, had left it.
+        self._control_frames = 0
+        self._period_window = WINDOW_DEFAULT
         self._peer_window = WINDOW_DEFAULT
         self._peer_frame_bytes = FRAME_BYTES_DEFAULT
         self._encoder = Encoder()
@@ -133,9 +164,24 @@ class Http2Call(ABC):
         return output
 
     def take_message(self) -> bytes:
-        message = self.messages.popleft()
-        self._acknowledge()
+        messages = self.messages
+        message = messages.popleft()
+        if not messages:
+            self._turn_bytes = 0
+            self._acknowledge()
         return message
+
+    def drop_messages(self) -> None:
+        """Discards the messages that have arrived."""
+        self.messages.clear()
+        self._message.clear()
+        self.is_behind = False
+
+    def begin_period(self) -> None:
+        """Begins a new period of the limit of frames without data. Call it every few seconds, while
+        the peer takes what is sent to it."""
+        self._control_frames = 0
+        self._period_window = self._send_windows[0]
 
     def send(self, message: bytes) -> None:
         """Queues a message."""
@@ -174,35 +220,65 @@ class Http2Call(ABC):
         if self.status is None:
             self.status = CallStatus(code, message)
 
-    def receive(self, data: bytes) -> None:
-        """Takes bytes of the connection. A violation of the protocol ends the call."""
+    def receive(self, data: bytes) -> bool:
+        """Takes bytes of the connection, and handles the frames and messages of one turn. A
+        violation of the protocol ends the call. Returns whether frames wait for the next turn,
+        `receive(b"")`."""
+        if self.is_behind:
+            self._parse_waiting()
         if self.status is not None:
-            return
+            return False
         buffer = self._frame + data if self._frame else data
-        offset, size, control_frames = 0, len(buffer), 0
-        while size - offset >= FRAME.size and self.status is None:
+        offset, size = 0, len(buffer)
+        turn_end = size - FRAME.size + 1
+        if turn_end > TURN_FRAMES_BYTES:
+            turn_end = TURN_FRAMES_BYTES
+        while offset < turn_end and self.status is None:
             high, low, kind, flags, stream = FRAME.unpack_from(buffer, offset)
             length = high << 16 | low
             start, end = offset + FRAME.size, offset + FRAME.size + length
-            if length > FRAME_BYTES_MAX or (end > size and length > self._held_bytes_max(kind)):
-                self.end(StatusCode.INTERNAL, f"a frame of {length} bytes")
-                break
-            if end > size:
-                break
-            offset = end
-            if kind != FrameType.DATA or not length:
-                control_frames += 1
-                if control_frames > _CONTROL_FRAMES_MAX:
-                    self.end(StatusCode.INTERNAL, "too many control frames")
-                    break
             try:
-                self._receive_frame(kind, flags, stream & 0x7FFFFFFF, buffer[start:end])
+                if end > size or length > FRAME_BYTES_MAX:
+                    self._check_frame_bytes(kind, length)
+                    break
+                offset = end
+                if length > _LARGE_FRAME_BYTES:
+                    turn_end = min(turn_end + length, size - FRAME.size + 1)
+                payload = buffer[start:end]
+                if kind == _DATA and length and self._header_block is None:
+                    self._receive_data(flags, stream & 0x7FFFFFFF, payload)
+                else:
+                    self._count_control_frame()
+                    self._receive_frame(kind, flags, stream & 0x7FFFFFFF, payload)
             except ProtocolError as error:
-                self.end(error.code, str(error))
+                self._refuse(error)
         self._frame = b""
         if self.status is None:
             self._frame = buffer[offset:]
-            self._acknowledge()
+            if not self.messages:
+                self._acknowledge()
+        return turn_end <= offset <= size - FRAME.size
+
+    def _check_frame_bytes(self, kind: int, length: int) -> None:
+        """Raises LimitExceeded for a frame that is too large to wait for its last bytes."""
+        if length > FRAME_BYTES_MAX or length > self._held_bytes_max(kind):
+            raise LimitExceeded("frame_bytes", f"a frame of {length} bytes")
+
+    def _count_control_frame(self) -> None:
+        self._control_frames += 1
+        sent_bytes = self._period_window - self._send_windows[0]
+        allowed = _CONTROL_FRAMES_MAX + sent_bytes // _CONTROL_FRAME_PER_BYTES
+        if self._control_frames > allowed:
+            text = f"too many control frames: {allowed} in this period"
+            raise LimitExceeded("control_frames", text)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """Ends the call of a peer that violates the protocol."""
+        if isinstance(error, LimitExceeded):
+            self.exceeded = error.limit
+            reason = GOAWAY.pack(STREAM, ENHANCE_YOUR_CALM) + str(error).encode()
+            self._output.append(frame(FrameType.GOAWAY, Flags.NONE, 0, reason))
+        self.end(error.code, str(error))
 
     def _held_bytes_max(self, kind: int) -> int:
         """Returns the size of a frame above which it is refused before its last bytes come."""
@@ -228,16 +304,19 @@ class Http2Call(ABC):
             raise ProtocolError("more data than the window allows")
         if flags & Flags.PADDED:
             payload = unpadded(payload)
-        self._receive_messages(payload)
-        if flags & Flags.END_STREAM:
-            self._end_messages()
-
-    def _receive_messages(self, payload: bytes) -> None:
-        data: bytes | bytearray = payload
-        if self._message:
+        if not self._message:
+            self._parse(payload)
+        else:
             self._message += payload
-            data = self._message
-        start, size = 0, len(data)
+            if not self.is_behind:
+                self._parse(self._message)
+        if flags & Flags.END_STREAM:
+            self._receive_last()
+
+    def _parse(self, data: bytes | bytearray) -> None:
+        """Parses the messages of one turn; what is left waits in `_message`."""
+        messages, start, size = self.messages, 0, len(data)
+        turn_bytes = self._turn_bytes
         while size - start >= PREFIX.size:
             is_compressed, length = PREFIX.unpack_from(data, start)
             if is_compressed:
@@ -248,16 +327,41 @@ class Http2Call(ABC):
             end = start + PREFIX.size + length
             if end > size:
                 break
-            self.messages.append(bytes(data[start + PREFIX.size : end]))
+            turn_bytes += length + MESSAGE_COST_BYTES
+            if turn_bytes > TURN_BYTES and messages:
+                self.is_behind = True
+                break
+            messages.append(bytes(data[start + PREFIX.size : end]))
             start = end
+        self._turn_bytes = turn_bytes
         if data is self._message:
             del self._message[:start]
         elif start < size:
             self._message += data[start:]
 
+    def _parse_waiting(self) -> None:
+        """Parses the messages of the next turn, also after the end of the call."""
+        self.is_behind = False
+        try:
+            self._parse(self._message)
+            if self.has_all_messages and not self.is_behind:
+                self._end_messages()
+        except ProtocolError as error:
+            self._message.clear()
+            self.is_behind = False
+            # It came before what has ended the call since.
+            self.status = None
+            self._refuse(error)
+
+    def _receive_last(self) -> None:
+        """Handles the end of the messages of the peer, once all were parsed."""
+        self.has_all_messages = True
+        if not self.is_behind:
+            self._end_messages()
+
     def _acknowledge(self) -> None:
         """Opens the peer's window again. Messages that are not taken keep it closed."""
-        if self._unacknowledged >= self._window // 2 and not self.messages:
+        if self._unacknowledged >= self._window // 2 and not self.messages and not self.is_behind:
             update = self._unacknowledged
             self._output += (window_update(0, update), window_update(STREAM, update))
             self._unacknowledged = 0
@@ -277,14 +381,19 @@ class Http2Call(ABC):
         assert block is not None
         block += payload
         if len(block) > self._header_bytes_max:
-            raise ProtocolError(f"headers above {self._header_bytes_max} bytes")
+            raise LimitExceeded("header_bytes", f"headers above {self._header_bytes_max} bytes")
         if not flags & Flags.END_HEADERS:
             return
         self._header_block = None
+        if _TABLE_CHANGES.match(block):
+            raise ProtocolError("unreadable headers: too many changes of the table")
         try:
             headers = {str(name): str(value) for name, value in self._decoder.decode(bytes(block))}
+        except OversizedHeaderListError as error:
+            text = f"headers above {self._header_bytes_max} bytes"
+            raise LimitExceeded("header_bytes", text) from error
         except (HPACKError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"unreadable headers: {error}") from error
+            raise ProtocolError(f"unreadable headers: {error}"[:_ERROR_TEXT_MAX]) from error
         self._take_headers(headers, has_ended=bool(self._header_flags & Flags.END_STREAM))
 
     @abstractmethod
@@ -293,7 +402,7 @@ class Http2Call(ABC):
 
     @abstractmethod
     def _end_messages(self) -> None:
-        """Handles the end of the messages of the peer without headers."""
+        """Handles the end of the messages of the peer without headers; all were parsed."""
 
     def _headers_frame(self, headers: Iterable[tuple[str, str]], flags: Flags) -> bytes:
         # Once for all settings that came: hpack keeps a list of each change.
@@ -354,6 +463,8 @@ class Http2Call(ABC):
         if stream not in self._send_windows:
             return
         self._send_windows[stream] += increment & 0x7FFFFFFF
+        if not stream:
+            self._period_window += increment & 0x7FFFFFFF
         if not increment or self._send_windows[stream] > WINDOW_MAX:
             raise ProtocolError("an invalid window update")
         self._send_unsent()

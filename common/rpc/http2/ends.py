@@ -65,21 +65,20 @@ class ClientCall(Http2Call):
 
 
 class ServerCall(Http2Call):
-    """The end that is called. has_all_messages: the client sends no more of them."""
+    """The end that is called."""
 
     def __init__(self, *, message_bytes_max: int, header_bytes_max: int) -> None:
         super().__init__(message_bytes_max=message_bytes_max, header_bytes_max=header_bytes_max)
-        self.has_all_messages = False
         self._preface = PREFACE
         self._has_responded = False
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> bool:
         if self._preface and self.status is None:
             expected, self._preface = self._preface[: len(data)], self._preface[len(data) :]
             if not data.startswith(expected):
                 self.end(StatusCode.INTERNAL, "not HTTP/2")
             data = data[len(expected) :]
-        super().receive(data)
+        return super().receive(data)
 
     def respond(self, metadata: Iterable[tuple[str, str]] = ()) -> None:
         """Begins the response. metadata: sent before its messages."""
@@ -112,12 +111,11 @@ class ServerCall(Http2Call):
         elif not has_ended:
             raise ProtocolError("headers between messages")
         if has_ended:
-            self._end_messages()
+            self._receive_last()
 
     def _end_messages(self) -> None:
         if self._message:
             raise ProtocolError("an incomplete message")
-        self.has_all_messages = True
 
     def _receive_goaway(self, _flags: int, _stream: int, _payload: bytes) -> None:
         """Limits streams that a server begins, of which there are none. The call continues."""

@@ -69,6 +69,14 @@ class ProtocolError(Exception):
         self.code = code
 
 
+class LimitExceeded(ProtocolError):
+    """The peer sends more than a limit allows. limit: its name, as the metrics have it."""
+
+    def __init__(self, limit: str, text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes | memoryview) -> bytes:
     size = len(payload)
     return FRAME.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
