@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
@@ -18,7 +20,7 @@ import grpc.aio
 import structlog
 from grpc import StatusCode
 
-from common.errors import Conflict, InvalidRequest, Unavailable
+from common.errors import Conflict, InvalidRequest, Overloaded, Unavailable
 from common.rpc.channel import (
     MESSAGE_BYTES_MAX,
     METADATA_BYTES_MAX,
@@ -33,6 +35,12 @@ from common.rpc.http2.call import CallStatus
 from common.rpc.http2.ends import ServerCall
 from common.rpc.interceptors import Handler, RunningCalls
 from common.rpc.message_stream import CLOSE_TIMEOUT_S, MessageStream
+from common.rpc.pending_connections import (
+    PENDING_MAX,
+    PendingConnection,
+    PendingConnections,
+    source_of,
+)
 from common.rpc.status import STATUS_DETAILS_KEY
 from common.runtime.hosts import WILDCARD_HOSTS
 
@@ -42,9 +50,12 @@ LOG = structlog.get_logger(__name__)
 HEADER_TIMEOUT_S = 10.0
 # A client has this long to take the status of a call and the messages before it.
 STATUS_TIMEOUT_S = 10.0
+# Connections of accepted calls; those before have places of their own (`pending_connections.py`).
 CONNECTIONS_MAX = 4096
 # After a failed accept, of too many open files for example.
 _ACCEPT_RETRY_S = 1.0
+# Between two log events about connections that were ended because there were too many.
+_LOG_INTERVAL_S = 10.0
 # A handler that writes this much without a pause lets other tasks run.
 _TURN_BYTES = 256 << 10
 
@@ -72,6 +83,12 @@ class StreamServer:
         self._socket: socket.socket | None = None
         # Connections after their handshake.
         self.connections: set[ServedCall] = set()
+        self.accepted_calls = 0
+        # Connections that this process has ended, by the limit that their peers have exceeded.
+        self.ended: Counter[str] = Counter()
+        self.pending = PendingConnections(self.ended)
+        # Limit -> time of its last log event.
+        self._logged_at: dict[str, float] = {}
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Task[None]] = set()
@@ -137,38 +154,53 @@ class StreamServer:
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        was_full = False
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listening)
+                accepted, address = await loop.sock_accept(listening)
             except OSError as error:
                 LOG.warning("accept_failed", error=str(error))
-                await asyncio.sleep(_ACCEPT_RETRY_S)
+                # A connection without an accepted call has the descriptor that is needed.
+                await asyncio.sleep(0 if self.pending.end_oldest() else _ACCEPT_RETRY_S)
                 continue
-            is_full = len(self.connections) + len(self._handshakes) >= CONNECTIONS_MAX
-            if is_full:
-                accepted.close()
-                if not was_full:
-                    LOG.warning("streams_refused", connections=CONNECTIONS_MAX)
-            else:
-                _run_in(self._handshakes, self._serve(accepted), "serve a connection")
-            was_full = is_full
+            call = ServedCall(self, source_of(str(address[0])))
+            if len(self.pending) >= PENDING_MAX:
+                self.log_ended("pending", f"more than {PENDING_MAX} connections without a call")
+            self.pending.add(call.pending)
+            handshake = _run_in(self._handshakes, self._serve(accepted, call), "serve a connection")
+            call.pending.end = handshake.cancel
+            handshake.add_done_callback(partial(self._end_handshake, accepted, call.pending))
+            await asyncio.sleep(0)  # one connection a turn
+            await self.pending.is_calm.wait()
 
-    async def _serve(self, accepted: socket.socket) -> None:
+    async def _serve(self, accepted: socket.socket, call: ServedCall) -> None:
         """Serves a connection, after a TLS handshake with the newest certificates."""
         files = self._security.files
         context = None if files is None else files.newest().mutual_context
         assert files is None or context is not None, "files of mutual TLS name authorities"
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: ServedCall(self),
+                lambda: call.pending,
                 accepted,
                 ssl=context,
                 ssl_handshake_timeout=None if context is None else HEADER_TIMEOUT_S,
             )
         except OSError as error:  # ssl.SSLError is an OSError.
-            accepted.close()
             LOG.debug("handshake_failed", error=str(error))
+
+    def _end_handshake(
+        self, accepted: socket.socket, pending: PendingConnection, _: asyncio.Task[None]
+    ) -> None:
+        if pending.transport is None:
+            self.pending.remove(pending)
+            accepted.close()
+
+    def log_ended(self, limit: str, reason: str, peer: str = "") -> None:
+        """Logs that a connection is ended because of a limit: not each time, since each client can
+        cause it."""
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at.get(limit, float("-inf")) >= _LOG_INTERVAL_S:
+            self._logged_at[limit] = now
+            LOG.warning("streams_refused", limit=limit, reason=reason, peer=peer)
 
 
 class ServedCall(MessageStream[ServerCall, Any]):
@@ -177,10 +209,12 @@ class ServedCall(MessageStream[ServerCall, Any]):
 
     wrong_message = InvalidRequest
 
-    def __init__(self, server: StreamServer) -> None:
+    def __init__(self, server: StreamServer, source: str) -> None:
         call = ServerCall(message_bytes_max=MESSAGE_BYTES_MAX, header_bytes_max=METADATA_BYTES_MAX)
         super().__init__(call, bytes)
         self._server = server
+        self.pending = PendingConnection(server.pending, source, self)
+        self._is_accepted = False
         self._task: asyncio.Task[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
         self._is_ended = self._is_cancelled = False
@@ -211,13 +245,15 @@ class ServedCall(MessageStream[ServerCall, Any]):
         return self._is_ended or self._call.status is not None
 
     async def send_initial_metadata(self, metadata: Collection[tuple[str, str]]) -> None:
+        self._accept()
         self._call.respond(metadata)
         self._send()
 
     async def read(self) -> Any:
         """Returns the next message; `grpc.aio.EOF` after the last one, or after the call."""
         call = self._call
-        call.open_window()
+        if not self._is_accepted:
+            self._accept()
         while not call.messages:
             if call.is_behind:
                 self._await_turn()
@@ -232,6 +268,8 @@ class ServedCall(MessageStream[ServerCall, Any]):
         of the call."""
         if self.done():
             raise Unavailable("the call has ended")
+        if not self._is_accepted:
+            self._accept()
         data = self._serialize(message)
         self._call.respond()
         self._call.send(data)
@@ -261,6 +299,8 @@ class ServedCall(MessageStream[ServerCall, Any]):
         super().connection_lost(error)
         self._limit.cancel()
         self._server.connections.discard(self)
+        if self._is_accepted:
+            self._server.accepted_calls -= 1
 
     def end(self) -> None:
         """Ends the call in any state."""
@@ -275,6 +315,9 @@ class ServedCall(MessageStream[ServerCall, Any]):
             self._start(call.headers.get(":path", ""))
         if call.status is not None and not self._is_ended:
             # By the client, or by a violation of the protocol.
+            if call.exceeded:
+                self._server.ended[call.exceeded] += 1
+                self._server.log_ended(call.exceeded, call.status.message, self._peer)
             if call.headers is None:
                 self._is_ended = True
                 self._send()
@@ -283,6 +326,22 @@ class ServedCall(MessageStream[ServerCall, Any]):
                 self._finish(call.status)
             self._cancel()
         self._wake(self._reader)
+
+    def _accept(self) -> None:
+        """Gives the connection the place of a member: the handler does not read or write before the
+        caller is authenticated. Raises Overloaded if there is none."""
+        if self._is_accepted or self.done():
+            return
+        server = self._server
+        if server.accepted_calls >= CONNECTIONS_MAX:
+            reason = f"too many streams: {CONNECTIONS_MAX}/{CONNECTIONS_MAX}"
+            server.ended["connections"] += 1
+            server.log_ended("connections", reason, self._peer)
+            raise Overloaded(1.0, reason)
+        server.accepted_calls += 1
+        self._is_accepted = True
+        self._call.open_window()
+        self.pending.accept()
 
     def _start(self, method: str) -> None:
         if self._is_ended:

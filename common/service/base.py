@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from random import SystemRandom
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
 from common.service.metrics_server import add_process_metrics, serve_metrics
+from common.service.state_metrics import Reading, StateCollector, counter, gauge
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 ConfigT_contra = TypeVar("ConfigT_contra", bound=ServiceConfig, contravariant=True)
@@ -166,6 +167,7 @@ class ServiceApp(Generic[ConfigT]):
         config = self._config
         if config.metrics_port is not None:
             add_process_metrics(metrics)
+            metrics.register(StateCollector("kvmesh_stream", self._read_streams))
             files = self._security.files
             self.metrics_address, self._close_metrics = serve_metrics(
                 metrics,
@@ -174,6 +176,14 @@ class ServiceApp(Generic[ConfigT]):
                 key=config.metrics_key,
                 context=None if files is None else files.server_context(),
             )
+
+    def _read_streams(self) -> Iterator[Reading]:
+        streams = self._streams
+        connections = {"accepted": streams.accepted_calls, "pending": len(streams.pending)}
+        text = "Connections of the stream port; pending: without an accepted call."
+        yield gauge("connections", text, connections, label="state")
+        text = "Connections of the stream port that exceeded a limit."
+        yield counter("connections_ended", text, dict(streams.ended), label="limit")
 
     def _info(self, **addresses: str) -> ServiceInfo:
         addresses = {"grpc": self.address, **addresses}

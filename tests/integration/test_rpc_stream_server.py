@@ -281,18 +281,6 @@ async def test_a_connection_without_a_call_is_closed(
         writer.close()
 
 
-async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_server, "CONNECTIONS_MAX", 2)
-    async with serving_streams(echo) as service, asyncio.timeout(WAIT_S):
-        opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3)]
-        assert await opened[0][0].read(9)
-        assert await opened[1][0].read(9)
-        with contextlib.suppress(ConnectionError):
-            assert await opened[2][0].read(9) == b""
-        for _, writer in opened:
-            writer.close()
-
-
 async def test_a_channel_opens_a_connection_for_each_call() -> None:
     async with (
         serving_streams(echo) as service,
