@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import cast
 
-PENDING_MAX = 512
+PENDING_MAX = 256
 # What a connection may send before its turn: headers, and the data that the first window allows.
 PENDING_BYTES_MAX = 128 << 10
 
@@ -31,6 +31,8 @@ class PendingConnection(asyncio.Protocol):
         self.source = source
         self.is_waiting = False
         """For its turn."""
+        self.is_checked = False
+        """Whether its credential is being checked."""
         self.end: Callable[[], object] = lambda: None
         """Ends the connection. Set by the owner until the handshake is complete."""
         self.transport: asyncio.Transport | None = None
@@ -97,8 +99,8 @@ class PendingConnections:
         return len(self._connections)
 
     def add(self, connection: PendingConnection) -> None:
-        """Gives a place to a new connection. If there is none, ends the oldest one that does not
-        wait for its turn, of the source that has the most."""
+        """Gives a place to a new connection. If there is none, ends the oldest one that neither
+        waits for its turn nor is checked, of the source that has the most."""
         if len(self._connections) >= PENDING_MAX:
             self.end_oldest()
         self._connections[connection] = None
@@ -107,7 +109,7 @@ class PendingConnections:
     def end_oldest(self) -> bool:
         """Returns whether there was a connection to end; see `add`."""
         ((source, _),) = self._by_source.most_common(1) or [("", 0)]
-        idle = [each for each in self._connections if not each.is_waiting]
+        idle = [each for each in self._connections if not (each.is_waiting or each.is_checked)]
         oldest = next((each for each in idle if each.source == source), next(iter(idle), None))
         if oldest is None:
             return False
@@ -115,6 +117,10 @@ class PendingConnections:
         self.remove(oldest)
         oldest.end()
         return True
+
+    def end_all(self) -> None:
+        for connection in list(self._connections):
+            connection.end()
 
     def remove(self, connection: PendingConnection) -> None:
         """Frees the place of a connection, if it has one."""

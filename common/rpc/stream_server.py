@@ -135,8 +135,7 @@ class StreamServer:
     async def close(self) -> None:
         """Ends everything; returns when the handlers have returned."""
         self.refuse()
-        for task in self._handshakes:
-            task.cancel()
+        self.pending.end_all()
         self.end_calls()
         tasks = self._handshakes | self._running
         if self._accepting is not None:
@@ -161,6 +160,9 @@ class StreamServer:
                 LOG.warning("accept_failed", error=str(error))
                 # A connection without an accepted call has the descriptor that is needed.
                 await asyncio.sleep(0 if self.pending.end_oldest() else _ACCEPT_RETRY_S)
+                continue
+            if _has_ended(accepted):
+                accepted.close()
                 continue
             call = ServedCall(self, source_of(str(address[0])))
             if len(self.pending) >= PENDING_MAX:
@@ -358,6 +360,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
             self._parse = handler.request_deserializer
         if handler.response_serializer is not None:
             self._serialize = handler.response_serializer
+        self.pending.is_checked = True
         self._task = self._server.run(self._run(handler), method)
 
     async def _run(self, handler: Handler) -> None:
@@ -380,6 +383,7 @@ class ServedCall(MessageStream[ServerCall, Any]):
         if self._is_ended:
             return
         self._is_ended = True
+        self.pending.is_checked = False
         self._call.finish(status)
         self._send()
         self._timer.cancel()
@@ -405,6 +409,17 @@ class ServedCall(MessageStream[ServerCall, Any]):
     async def _messages(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Returns whether the client has closed a connection before it was accepted, without a call. A
+    flood leaves thousands of them behind."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -226,3 +227,21 @@ async def test_a_long_quiet_and_a_busy_call_exceed_no_limit(serve: Any) -> None:
             message = BytesValue(value=bytes(number))
             await stream.write(message)
             await stream.read()
+
+
+async def test_connections_that_ended_before_they_were_accepted_take_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    served_call = stream_server.ServedCall
+
+    def make(*arguments: Any) -> stream_server.ServedCall:
+        made.append(arguments)
+        return served_call(*arguments)
+
+    monkeypatch.setattr(stream_server, "ServedCall", make)
+    async with serving_streams(echo) as service, asyncio.timeout(WAIT_S):
+        for _ in range(100):
+            socket.create_connection(("127.0.0.1", service.port)).close()
+        async with opened(service):
+            assert len(made) == 1

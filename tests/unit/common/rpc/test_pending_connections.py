@@ -50,12 +50,21 @@ def test_the_oldest_connection_of_the_busiest_source_gives_its_place(places: Pla
     assert places.table.ended == {"evicted": 7}
 
 
-async def test_a_connection_that_waits_for_its_turn_keeps_its_place(places: Places) -> None:
-    first = places.add("first")
-    first.data_received(b"x")
+async def test_a_connection_that_waits_for_its_turn_or_is_checked_keeps_its_place(
+    places: Places,
+) -> None:
+    places.add("waits").data_received(b"x")
+    places.add("is checked").is_checked = True
     for number in range(5):
         places.add(f"idle {number}")
-    assert places.ended == ["idle 0", "idle 1"]
+    assert places.ended == ["idle 0", "idle 1", "idle 2"]
+
+
+def test_all_are_ended_at_the_end_of_the_server(places: Places) -> None:
+    for name in "abc":
+        places.add(name)
+    places.table.end_all()
+    assert places.ended == ["a", "b", "c"]
 
 
 async def test_each_turn_of_the_loop_handles_one_connection_in_order(
