@@ -66,6 +66,8 @@ FRAMING_BYTES_MAX: Final = 64 << 10
 FRAMING_PER_BYTE_MAX: Final = 8
 # Requests that arrive before the response to the one before, and the body of the last of them.
 PIPELINED_MAX: Final = 32
+# Bytes of one connection that a turn of the event loop parses.
+TURN_BYTES: Final = 32 << 10
 PIPELINED_BODY_BYTES_MAX: Final = 1 << 20
 
 log = structlog.get_logger()
@@ -131,6 +133,10 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+class _TooManyRequests(Exception):
+    """Ends the parsing of pipelined requests; the connection has been aborted."""
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection: passes a ClientConnection in the state of a request's scope, and closes if
     the client exceeds a limit."""
@@ -159,6 +165,9 @@ class BoundedProtocol(HttpToolsProtocol):
         # Between the beginning of a request and its headers, and from there to its end.
         self._is_in_head = self._is_in_body = False
         self._head_bytes = self._body_bytes = self._framing_bytes = 0
+        # Received, for the next turn.
+        self._waiting = b""
+        self._next_turn: asyncio.Handle | None = None
         self._client_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -175,6 +184,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         self.resume_writing()
         super().connection_lost(exc)
         for on_disconnect in tuple(self._disconnect_callbacks):
@@ -184,6 +195,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             self._refuse(503, "too many connections; try again later", "overloaded")
             return
+        if self._next_turn is not None:
+            self._waiting += data
+            return
+        if len(data) > TURN_BYTES:
+            data, self._waiting = data[:TURN_BYTES], data[TURN_BYTES:]
+            self._next_turn = self.loop.call_soon(self._take_turn)
+            self.transport.pause_reading()
         self._head_bytes += len(data)
         self._framing_bytes += len(data)
         super().data_received(data)
@@ -196,14 +214,31 @@ class BoundedProtocol(HttpToolsProtocol):
             self._framing_bytes > FRAMING_BYTES_MAX + FRAMING_PER_BYTE_MAX * self._body_bytes
         ):
             self._refuse(400, "the chunks have too many bytes besides content", "invalid_chunks")
-        elif len(self.pipeline) > PIPELINED_MAX or (
-            self.pipeline and len(self.cycle.body) > PIPELINED_BODY_BYTES_MAX
-        ):
+        elif self.pipeline and len(self.cycle.body) > PIPELINED_BODY_BYTES_MAX:
             self.transport.abort()
         elif not self._is_in_body and self._client_timer is None and self._is_client_next:
             self._await_client(self.head_timeout_s)
 
+    def _take_turn(self) -> None:
+        """Parses the next part of what was received."""
+        self._next_turn = None
+        if self.transport.is_closing():
+            return
+        data, self._waiting = self._waiting, b""
+        self.data_received(data)
+        is_done = self._next_turn is None and not self.transport.is_closing()
+        if is_done and not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        # Nothing may be written after `_TooManyRequests`.
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
     def on_message_begin(self) -> None:
+        if len(self.pipeline) > PIPELINED_MAX:
+            self.transport.abort()
+            raise _TooManyRequests
         self._is_in_head = True
         super().on_message_begin()
 

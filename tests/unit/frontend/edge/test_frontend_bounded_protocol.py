@@ -10,7 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from frontend_svc.edge.asgi import Receive, Scope, Send, send_response
-from frontend_svc.edge.server import PIPELINED_BODY_BYTES_MAX, BoundedProtocol, HttpServer
+from frontend_svc.edge.server import (
+    PIPELINED_BODY_BYTES_MAX,
+    PIPELINED_MAX,
+    TURN_BYTES,
+    BoundedProtocol,
+    HttpServer,
+)
 from frontend_svc.edge.sockets import listen
 
 GET = b"GET / HTTP/1.1\r\nhost: h\r\n"
@@ -146,3 +152,59 @@ async def test_bytes_of_a_chunked_body_besides_its_content_are_limited() -> None
             client = await connect()
             client[1].write(head + flood)
             assert b"ok" not in await closed(client)
+
+
+async def test_a_turn_of_the_loop_parses_a_bounded_part_of_small_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk, count = b"1\r\n \r\n", 60_000
+    parsed = [0]
+    on_body = BoundedProtocol.on_body
+
+    def counted(protocol: BoundedProtocol, body: bytes) -> None:
+        parsed[0] += 1
+        on_body(protocol, body)
+
+    monkeypatch.setattr(BoundedProtocol, "on_body", counted)
+    bodies: list[int] = []
+
+    async def read_body(scope: Scope, receive: Receive, send: Send) -> None:
+        size, has_more = 0, True
+        while has_more:
+            message = await receive()
+            size += len(message["body"])
+            has_more = message["more_body"]
+        bodies.append(size)
+        await respond(scope, receive, send)
+
+    async with serving(read_body) as connect:
+        reader, writer = await connect()
+        writer.write(GET.replace(b"GET", b"POST") + b"transfer-encoding: chunked\r\n\r\n")
+        writer.write(chunk * count + b"0\r\n\r\n")
+        most = before = 0
+        async with asyncio.timeout(WAIT_S):
+            while parsed[0] < count:
+                await asyncio.sleep(0)
+                most, before = max(most, parsed[0] - before), parsed[0]
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert bodies == [count]
+    assert most <= 2 * TURN_BYTES // len(chunk)
+
+
+async def test_pipelined_requests_above_the_limit_are_not_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = [0]
+    on_header = BoundedProtocol.on_header
+
+    def counted(protocol: BoundedProtocol, name: bytes, value: bytes) -> None:
+        begun[0] += 1
+        on_header(protocol, name, value)
+
+    monkeypatch.setattr(BoundedProtocol, "on_header", counted)
+    async with serving(respond) as connect:
+        client = await connect()
+        client[1].write((GET + b"\r\n") * 20_000)
+        await closed(client)
+    assert begun[0] <= PIPELINED_MAX + 2
