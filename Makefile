@@ -27,7 +27,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos storm soak churn scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos storm soak churn floods scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -116,6 +116,9 @@ soak: $(VENV)/.dev ## Mixed load, a kill every 30 s; checks errors and growth, M
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)
+
+floods: $(VENV)/.dev ## Floods of HTTP/2 and HTTP on every port of a mesh: pings and memory meanwhile (10 minutes; ARGS='router/streams')
+	$(BIN)/python -m tests.chaos.floods $(ARGS)
 
 scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and at 200 requests/s, memory
 	$(BIN)/python -m tests.chaos.scale --workers $(or $(WORKERS),300) $(ARGS)

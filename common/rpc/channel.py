@@ -1,7 +1,8 @@
 """gRPC channels, servers and client calls, with one set of options for all services.
 
-Pings: clients ping every KEEPALIVE_INTERVAL_S, also without calls, and servers accept any number of
-pings. So a silent stream (a long prefill) is neither lost nor ended by GOAWAY `too_many_pings`.
+Pings: clients ping every KEEPALIVE_INTERVAL_S, also without calls, and servers accept pings at any
+such interval. So a silent stream (a long prefill) is neither lost nor ended by GOAWAY
+`too_many_pings`, which a flood of pings is.
 Messages may have MESSAGE_BYTES_MAX in both directions. A call continues if its client drops it
 (since grpcio 1.83 even if the object is collected): always use `cancelling`.
 
@@ -43,6 +44,15 @@ KEEPALIVE_TIMEOUT_S = 5.0
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 32 * 1024
 CONNECT_TIMEOUT_S = 2.0
+# Of servers. A ping is a strike if it follows within 100 ms, and nothing was sent between; so peers
+# that ping every KEEPALIVE_INTERVAL_S have none.
+PING_STRIKES_MAX = 100
+# Calls of one connection at a time.
+STREAMS_MAX = 1024
+# What a server reads at once from a connection.
+READ_BYTES_MAX = 256 << 10
+# In which a client finishes the TLS handshake, and sends its first settings.
+HANDSHAKE_TIMEOUT_S = 10.0
 RECONNECT_BACKOFF_MAX_S = 2.0
 # After the grace period of `stop`, cancelled handlers have this long to clean up.
 CLEANUP_TIMEOUT_S = 5.0
@@ -419,8 +429,11 @@ def _server_options() -> _Options:
     return [
         *_shared_options(KEEPALIVE_INTERVAL_S),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-        ("grpc.http2.max_ping_strikes", 0),  # 0: never a GOAWAY for pings.
-        ("grpc.max_concurrent_streams", 2**31 - 1),
+        ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
+        ("grpc.max_concurrent_streams", STREAMS_MAX),
+        ("grpc.experimental.tcp_max_read_chunk_size", READ_BYTES_MAX),
+        ("grpc.experimental.tcp_max_read_buffer_size", READ_BYTES_MAX),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.so_reuseport", 0),  # Two processes on one port would share it silently.
     ]
 
