@@ -31,8 +31,8 @@ def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         case ["up", *flags]:
             return up(options.parse_up(flags, environ), environ)
         case ["status", *flags]:
-            config, as_json = options.parse_status(flags, environ)
-            return status(config, as_json=as_json)
+            config, key, as_json = options.parse_status(flags, environ)
+            return status(config, key, as_json=as_json)
         case ["keys", *flags]:
             from meshctl.commands.keys import keys
 

@@ -48,7 +48,8 @@ _COMMANDS = {
 class StatusConfig(ServiceConfig):
     """Shows the members of a mesh with their health, load and KV use.
 
-    With `--json` it prints JSON: ids are text, KV use is from 0 to 1.
+    `meshctl status KEY` shows one member, by its key in log events. With `--json` it prints JSON:
+    ids are text, KV use is from 0 to 1.
     """
 
     registry: Literal["file", "consul"] = "file"
@@ -174,13 +175,15 @@ def parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
     return options.model_copy(update={"then": then, "http_host": http_host, "sample": sample})
 
 
-def parse_status(argv: list[str], environ: Mapping[str, str]) -> tuple[StatusConfig, bool]:
-    """Returns the configuration, and whether the output is JSON."""
+def parse_status(argv: list[str], environ: Mapping[str, str]) -> tuple[StatusConfig, str, bool]:
+    """Returns the configuration, the key of the member to show ("": all), and whether the output is
+    JSON."""
     flags = [word for word in argv if word != "--json"]
+    key = flags.pop(0) if flags and not flags[0].startswith("-") else ""
     config, _ = read_config_or_exit(
         StatusConfig, None, environ, flags, name="meshctl status", flags=_REGISTRY_FLAGS
     )
-    return config, "--json" in argv
+    return config, key, "--json" in argv
 
 
 class _Parser(argparse.ArgumentParser):

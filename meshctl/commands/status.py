@@ -1,8 +1,10 @@
-"""`meshctl status`: the members of a mesh with health, load and KV use.
+"""`meshctl status [KEY]`: the members of a mesh with health, load and KV use.
 
 The data comes from the registry and from the processes themselves, never from a cache.
 
 A worker of which the engine fails its probes is `failing`; the reason follows the table.
+
+KEY selects one member by its name in log events (`Instance.key`).
 
 Exit status: 0 if all members serve; 1 if one does not, or there is none; 2 if the registry is
 unreachable.
@@ -15,13 +17,13 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import MeshError
+from common.errors import MeshError, NotFound
 from common.registry.instances import Instance
 from common.registry.open import open_registry
 from common.rpc import channel as rpc
@@ -80,14 +82,20 @@ class Row:
             "kv": self.kv,
         }
 
+    def json_object(self) -> dict[str, Any]:
+        """Returns `fields` with the key of the instance and the parts that it is made of."""
+        instance = self.instance
+        return self.fields() | {"key": instance.key, "endpoint": asdict(instance.endpoint)}
+
     def cells(self) -> tuple[str, ...]:
         kv = None if self.kv is None else f"{100 * self.kv:.0f} %"
         columns = self.columns() | {"kv": kv}
         return tuple("-" if value is None else str(value) for value in columns.values())
 
 
-async def gather(config: ServiceConfig) -> list[Row]:
-    """Reads the registry, then query all instances at once. Raises Unavailable, InvalidRequest."""
+async def gather(config: ServiceConfig, key: str = "") -> list[Row]:
+    """Reads the registry, then queries all instances at once, or the one with this key. Raises
+    Unavailable, InvalidRequest, and NotFound if no instance has the key."""
     security = rpc.security_from_config(config)
     registry = open_registry(config)
     try:
@@ -95,6 +103,11 @@ async def gather(config: ServiceConfig) -> list[Row]:
     finally:
         await registry.close()
     instances = sorted(snapshot.instances.values(), key=_sort_key)
+    if key:
+        instances = [instance for instance in instances if instance.key == key]
+        if not instances:
+            place = f"namespace {config.namespace!r} of {describe_registry(config)}"
+            raise NotFound(f"no instance with the key {key!r} in {place}", field="key")
     return list(await asyncio.gather(*(_query_instance(i, security) for i in instances)))
 
 
@@ -141,14 +154,14 @@ def describe_failures(rows: Iterable[Row]) -> str:
     )
 
 
-def status(config: ServiceConfig, *, as_json: bool) -> int:
+def status(config: ServiceConfig, key: str = "", *, as_json: bool) -> int:
     try:
-        rows = asyncio.run(gather(config))
+        rows = asyncio.run(gather(config, key))
     except MeshError as error:
         sys.stderr.write(f"meshctl: {error.message}\n")
-        return EXIT_UNREACHABLE
+        return 1 if isinstance(error, NotFound) else EXIT_UNREACHABLE
     if as_json:
-        sys.stdout.write(json.dumps([row.fields() for row in rows]) + "\n")
+        sys.stdout.write(json.dumps([row.json_object() for row in rows]) + "\n")
     elif not rows:
         message = f"no instance in namespace {config.namespace!r} of {describe_registry(config)}"
         sys.stdout.write(f"{message}\n")

@@ -90,12 +90,10 @@ async def check_key(logs: Logs, namespace: str, number: int, key: str) -> None:
         assert await bed.models() == []
 
 
-@pytest.mark.row("S0-03", "S0-10", "S0-11", "S0-14", "S0-16")
 async def test_a_rejected_entry_is_named_by_namespace_service_endpoint_and_id(logs: Logs) -> None:
     await check_key(logs, "ns", INSTANCE_ID, "models/ns.worker.serve-694d967ca5efd804")
 
 
-@pytest.mark.row("S0-12", "S0-15")
 @pytest.mark.parametrize(
     ("namespace", "number", "key"),
     [
@@ -109,7 +107,6 @@ async def test_the_key_is_in_lower_case_with_the_id_in_hex(
     await check_key(logs, namespace, number, key)
 
 
-@pytest.mark.row("S0-21")
 async def test_keys_differ_between_instances_but_not_between_registrations(logs: Logs) -> None:
     async with local_mesh() as bed:
         numbers = (1, 2, 1)

@@ -149,9 +149,11 @@ def test_up_has_only_the_flags_of_meshctl_itself(capsys: pytest.CaptureFixture[s
 
 
 def test_status_prints_json_on_request() -> None:
-    config, as_json = parse_status(["--json", "--namespace=n"], {})
+    config, key, as_json = parse_status(["--json", "--namespace=n"], {})
     assert (as_json, config.namespace) == (True, "n")
-    assert not parse_status([], {})[1]
+    assert key == ""
+    assert parse_status([], {})[1:] == ("", False)
+    assert parse_status(["n.worker.serve-1", "--namespace=n"], {})[1] == "n.worker.serve-1"
 
 
 def test_status_does_not_need_what_a_service_needs_to_bind() -> None:

@@ -166,7 +166,6 @@ def test_an_entry_has_the_model_and_card_of_its_instance_which_has_the_endpoint(
     assert rejected.value.field == f"meta.{MODEL_TYPE_KEY}"
 
 
-@pytest.mark.row("S0-17")
 def test_an_entry_that_is_not_there_is_an_error_that_names_the_key() -> None:
     (note,) = Shell().feed(left(worker(1)))
     assert isinstance(note, LogEvent)
