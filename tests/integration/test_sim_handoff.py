@@ -21,6 +21,7 @@ from common.request.preprocessed import (
     BootstrapInfo,
     PrefillResult,
     PreprocessedRequest,
+    PromptTokensDetails,
 )
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
@@ -406,6 +407,34 @@ def ids_of(messages: object) -> list[int]:
     return [token for message in messages for token in message.token_ids]
 
 
+@pytest.mark.row("S2-26", "S2-27", "S2-46", "S2-90")
+async def test_a_decode_worker_takes_a_handoff_and_reports_the_details_of_its_prompt(
+    tmp_path: Path,
+) -> None:
+    prompt = prompt_of(39)
+    oracle = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
+    flags = ("--speedup=20", "--handoff=completed", "--local-prefill=false")
+    async with pair(tmp_path, *flags) as both:
+        for number, cached in enumerate((0, 96)):
+            prefill = await both.prefill.generate(f"p{number}", request(prompt, max_tokens=1))
+            assert ids_of(prefill) == oracle[:1]
+            assert isinstance(prefill, list)
+            handoff = dataclass_from_proto(PrefillResult, prefill[-1].prefill_result, "")
+            assert handoff.prompt_tokens_details == PromptTokensDetails(cached_tokens=cached)
+            details = PromptTokensDetails(
+                cached_tokens=cached, audio_tokens=number, cache_write_tokens=7
+            )
+            handoff = replace(handoff, prompt_tokens_details=details)
+            decode = await both.decode.generate(
+                f"d{number}", request(prompt, prefill_result=handoff)
+            )
+            assert ids_of(decode) == oracle
+            assert isinstance(decode, list)
+            reported = decode[-1].usage.prompt_tokens_details
+            assert dataclass_from_proto(PromptTokensDetails, reported, "") == details
+
+
+@pytest.mark.row("S2-18", "S2-19", "S2-20", "S2-48")
 async def test_two_worker_processes_return_correct_output_for_a_hundred_pairs(
     tmp_path: Path,
 ) -> None:

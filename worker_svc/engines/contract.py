@@ -206,6 +206,16 @@ class LLMEngineOutput:
     prompt_logprobs: Sequence[TokenLogprob] = ()
     """Of the prompt's tokens from the second on, in order, before the first token of the output."""
 
+    @property
+    def prefill_result(self) -> PrefillResult | None:
+        """What a prefill leg hands to its decode leg, with the details of the prompt in its usage;
+        None for other legs."""
+        if self.disaggregated_params is None:
+            return None
+        counts = self.completion_usage
+        details = counts.prompt_tokens_details if counts is not None else None
+        return PrefillResult(self.disaggregated_params, details)
+
     def with_tokens(self, token_ids: Sequence[int]) -> Self:
         return replace(self, token_ids=tuple(token_ids))
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 import structlog
 
 from common.errors import Conflict, MeshError, WorkerLost
-from common.request.preprocessed import PrefillResult, TokenIds
+from common.request.preprocessed import TokenIds
 from common.request.prompt_logprobs import dump_parts
 from common.request.token_stream import (
     AbortSlot,
@@ -171,16 +171,11 @@ class AttachStream:
             link.end(slot, None, error=error)
         else:
             emit(terminal)
-            usage, params = terminal.completion_usage, terminal.disaggregated_params
-            prefill_result = None
-            if params is not None:
-                details = usage.prompt_tokens_details if usage is not None else None
-                prefill_result = PrefillResult(params, details)
             link.end(
                 slot,
                 terminal.finish_reason,
-                usage=usage,
-                prefill_result=prefill_result,
+                usage=terminal.completion_usage,
+                prefill_result=terminal.prefill_result,
                 worker_trace_link=terminal.worker_trace_link,
             )
         finally:

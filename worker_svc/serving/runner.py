@@ -282,7 +282,7 @@ class Runner:
         assert terminal is not None, "validate_stream() raises without one"
         if terminal.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
-        return terminal
+        return _with_prefill_details(terminal, active_request.leg_request.request)
 
     async def _check_constraint(self, leg_request: LegRequest) -> None:
         """Raises InvalidRequest if the request's constraint is invalid or exceeds a limit."""
@@ -386,6 +386,18 @@ class Runner:
 
     def _start_abort_grace(self, abort_timeout: asyncio.Timeout) -> None:
         abort_timeout.reschedule(asyncio.get_running_loop().time() + ABORT_GRACE_S)
+
+
+def _with_prefill_details(
+    terminal: LLMEngineOutput, request: PreprocessedRequest | None
+) -> LLMEngineOutput:
+    """Returns the terminal chunk with the details of the prompt that the prefill worker reported in
+    the handoff, since it computed the prompt."""
+    result, counts = request and request.prefill_result, terminal.completion_usage
+    if not result or result.prompt_tokens_details is None or counts is None:
+        return terminal
+    details = result.prompt_tokens_details
+    return terminal.with_usage(replace(counts, prompt_tokens_details=details))
 
 
 def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshError | None:

@@ -25,7 +25,6 @@ from common.registry.card import ModelCard
 from common.registry.instances import Instance
 from common.request.embedding import Vector, check_dimensions, load_vector, shorten
 from common.request.preprocessed import (
-    PrefillResult,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
     from_json,
@@ -311,8 +310,8 @@ def _last_generate_response(terminal: LLMEngineOutput) -> engine_pb2.GenerateRes
     message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
     if terminal.completion_usage is not None:
         dataclass_to_proto(terminal.completion_usage, message.usage)
-    if terminal.disaggregated_params is not None:
-        dataclass_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
+    if (prefill_result := terminal.prefill_result) is not None:
+        dataclass_to_proto(prefill_result, message.prefill_result)
     return message
 
 

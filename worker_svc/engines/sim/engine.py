@@ -5,8 +5,7 @@ Semantics of requests:
   top_k and min_p have no effect. Penalties and logit_bias change the logits (`logits.py`). A seed
   gives another output, unless the temperature is 0. The prompt has the log probabilities that the
   formula gives to its tokens, without penalties and bias.
-- max_thinking_tokens has no effect: this model does not reason. A hidden stop token or EOS ends the
-  output and is excluded from it and from the counts.
+- A hidden stop token or EOS ends the output and is excluded from it and from the counts.
 - Each loaded adapter has its own cache, block names and output. Each cache salt has its own cache
   and block names.
 - `routing.priority`, else the context's: the larger goes first.
@@ -14,7 +13,8 @@ Semantics of requests:
   names and KV events depend on the bytes of the media.
 - Guided decoding masks tokens with a grammar (`constraint.py`), by llguidance.
 - Unsupported fields are rejected by name: n, best_of, beam search, prompt embeddings, stop strings
-  and other options of the text, engine arguments, handoffs of another role.
+  and other options of the text, max_thinking_tokens (this model does not reason), engine arguments,
+  handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
 - An embedding occupies the scheduler as a prompt with one token of output does, and bypasses the
   prefix cache.

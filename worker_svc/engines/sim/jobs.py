@@ -35,8 +35,6 @@ _PROBE_PRIORITY: Final = 2**31
 SUPPORTED_FIELDS: Final = frozenset(
     {
         *(f"stop_conditions.{name}" for name in TOKEN_STOP_CONDITIONS),
-        # The model does not reason.
-        "stop_conditions.max_thinking_tokens",
         *("routing.lora_name", "routing.cache_salt"),
         *("output_options.logprobs", "output_options.prompt_logprobs"),
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
