@@ -31,7 +31,7 @@ def post_completion(mesh: Mesh, client_id: str, prompt: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.row("S1-43")
+@pytest.mark.row("S1-43", "S4-34")
 def test_without_kv_events_prefix_hits_are_predicted_as_the_engine_reports_them(
     tmp_path: Path,
 ) -> None:

@@ -20,7 +20,7 @@ TIMEOUT_S = 200
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 10)
-@pytest.mark.row("S2-25")
+@pytest.mark.row("S2-25", "S2-21", "S2-22", "S2-23", "S2-47")
 @pytest.mark.parametrize("registry", ["file", "consul"])
 def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> None:
     if registry == "consul":

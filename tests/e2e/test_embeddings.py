@@ -194,8 +194,17 @@ def test_an_adapter_has_vectors_of_its_own(mesh: Mesh, other_models: None) -> No
     assert np.array_equal(vector, VECTORS.embed([4, 5], SIZE, "fr"))
 
 
+def disconnected_clients(mesh: Mesh) -> float:
+    sample = f'kvmesh_frontend_disconnected_clients_total{{model="{MODEL}"}} '
+    lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith(sample)]
+    return float(line.removeprefix(sample))
+
+
+@pytest.mark.row("S3-42")
 def test_a_disconnect_ends_the_work(mesh: Mesh) -> None:
     before = sum(accepted(worker) for worker in mesh.workers)
+    disconnects = disconnected_clients(mesh)
     body = {"model": MODEL, "input": [[1] * 4000] * 75}
     with contextlib.suppress(httpx.ReadTimeout):
         httpx.post(
@@ -207,6 +216,7 @@ def test_a_disconnect_ends_the_work(mesh: Mesh) -> None:
         )
     line = mesh.request_line("gone")
     assert (line["status"], line["failure"]) == (499, "REQUEST_CANCELLED")
+    assert disconnected_clients(mesh) == disconnects + 1
     wait_for(lambda: not any(worker.open_slots() for worker in mesh.workers), "no slot is open")
     wait_for(lambda: not mesh.router.bookings(), "all bookings are free")
     assert sum(accepted(worker) for worker in mesh.workers) - before < 75

@@ -4,12 +4,14 @@ limits, or ends with an error that names the field."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.extensions import NUMBERS, ORACLE, Json, explain, unique_prompt
+from meshctl.commands.demo import SpanReceiver
+from tests.e2e.extensions import NUMBERS, ORACLE, Json, explain, unique_prompt, worker_spans
 from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 
 pytestmark = pytest.mark.slow
@@ -86,6 +88,26 @@ def test_a_response_continues_on_an_allowed_worker_with_its_cost_and_extra_field
     decision = explain(mesh, reply.last["id"])
     assert str(decision.decision.worker.worker_id) == other
     assert {row.terms["prefill"] for row in decision.candidates if row.terms} == {0}
+
+
+@pytest.mark.row("S2-21", "S2-22", "S2-23", "S2-25", "S2-47")
+def test_the_span_of_a_retry_links_to_that_of_the_attempt_before(
+    start: Callable[..., AbstractContextManager[Mesh]], spans: tuple[SpanReceiver, str]
+) -> None:
+    traced = [f"--otlp-endpoint={spans[1]}", "--trace-sample-ratio=1"]
+    flags = ["--speedup=1", *traced]
+    with start(workers=2, worker_flags=flags, frontend_flags=traced) as mesh:
+        prompt = unique_prompt()
+        reply = stream_and_kill(mesh, prompt, "worker")
+        assert reply.text == ORACLE.completion(prompt, TOKENS, ignore_eos=True).text
+        # The span of the killed worker is lost; the frontend chose its id.
+        (span,) = worker_spans(spans, reply.last["id"])
+        assert span.attribute("attempt") == "1"
+        (link,) = span.span.links
+        assert link.trace_id == span.span.trace_id
+        assert len(link.span_id) == 8
+        assert link.span_id not in (span.span.span_id, span.span.parent_span_id)
+        assert span.attribute("migration_span_id") == link.span_id.hex()
 
 
 @pytest.mark.row("S2-05", "S2-14")

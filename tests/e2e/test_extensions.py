@@ -106,7 +106,7 @@ def test_only_allowed_workers_serve_a_request(mesh: Mesh) -> None:
         assert error["param"] == "nvext.allowed_worker_ids"
 
 
-@pytest.mark.row("S2-45", "S2-86")
+@pytest.mark.row("S2-45", "S2-86", "S1-42")
 def test_settings_of_the_cost_apply_to_one_request(mesh: Mesh) -> None:
     prompt = unique_prompt(32)
     _, holder = complete(mesh, prompt, backend_instance_id=ids(mesh)[0])
@@ -127,6 +127,7 @@ def test_settings_of_the_cost_apply_to_one_request(mesh: Mesh) -> None:
     # The measured speed of the worker changes between requests.
     assert of_holder(overlap_score_credit=0, prefill_load_scale=3)["prefill"] > 2 * no_credit
     assert of_holder(overlap_score_weight=0)["prefill"] == 0
+    assert of_holder(overlap_score_weight=0)["overlap_credit"] == 0
     hot = {"router_temperature": 100.0}
     served = {complete(mesh, prompt, router_config_override=hot)[1] for _ in range(30)}
     assert len(served) > 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -94,8 +94,6 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
     "request.stop_conditions.stop_token_ids_visible": ends(2, request_pb2.FINISH_REASON_STOP),
     "request.stop_conditions.min_tokens": WHOLE,
     "request.stop_conditions.ignore_eos": WHOLE,
-    # The model does not reason.
-    "request.stop_conditions.max_thinking_tokens": WHOLE,
     "request.output_options.logprobs": lambda result: (
         WHOLE(result) and [one.token_id for m in result for one in m.logprobs] == OUTPUT
     ),
@@ -129,6 +127,35 @@ SHOWN_ELSEWHERE = {
     "request.migration_link.trace_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
     "request.migration_link.span_id": "test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill",
 }
+
+
+# The rows of S2 whose effect a case shows, by the name of its field or a beginning of it.
+ROWS = {
+    "request_json": "34",
+    "request.token_ids": "34 91",
+    "request.eos_token_ids": "41",
+    "request.is_probe": "55 78",
+    "request.stop_conditions.": "38 81",
+    "request.output_options.logprobs": "40 83",
+    "request.sampling_options.": "39 82",
+    "request.mm_processor_kwargs_json": "52",
+    "request.prompt_embeds": "35",
+}
+
+
+def with_rows(names: Iterable[str]) -> list[Any]:
+    """The cases with the marks of their rows."""
+    return [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.row(*(f"S2-{row}" for row in rows.split()))
+                for beginning, rows in ROWS.items()
+                if name.startswith(beginning)
+            ],
+        )
+        for name in sorted(names)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +236,7 @@ def refusal(worker: Service, *names: str) -> MeshError | None:
     return None
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS.keys() - EFFECTS.keys() - SHOWN_ELSEWHERE.keys()))
+@pytest.mark.parametrize("name", with_rows(FIELDS.keys() - EFFECTS.keys() - SHOWN_ELSEWHERE.keys()))
 def test_a_field_without_effect_is_refused_by_its_name(worker: Service, name: str) -> None:
     error = refusal(worker, name)
     assert error is not None, f"{name} was accepted and has no effect"
@@ -218,10 +245,25 @@ def test_a_field_without_effect_is_refused_by_its_name(worker: Service, name: st
     assert f"{name}.".startswith(f"request.{field}"), error.field
 
 
-@pytest.mark.parametrize("name", sorted(EFFECTS))
+@pytest.mark.parametrize("name", with_rows(EFFECTS))
 def test_a_field_has_its_effect(worker: Service, name: str) -> None:
     result = generate(worker, build(name, *COMPANIONS.get(name, ())))
     assert EFFECTS[name](result), (tokens(result), result[-1].finish_reason)
+
+
+@pytest.mark.row("S2-31", "S2-85")
+@pytest.mark.parametrize("kind", ["raw_url", "decoded"])
+def test_a_medium_that_no_engine_reads_is_refused_by_name(worker: Service, kind: str) -> None:
+    message = build()
+    item = message.request.multi_modal_data["image_url"].items.add()
+    if kind == "raw_url":
+        item.raw_url = "a b"
+    else:
+        item.decoded.nixl_metadata, item.decoded.dtype = "bWV0YQ==", "UINT8"
+        item.decoded.nixl_descriptor.size = 4
+    with pytest.raises(MeshError) as refused:
+        generate(worker, message)
+    assert str(refused.value.field).startswith("multi_modal_data")
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN_ELSEWHERE))

@@ -85,20 +85,25 @@ def test_a_strict_priority_goes_first_and_the_header_overrides_the_body(mesh: Me
         ("header-2-for-9", {"x-kvmesh-strict-priority": "2"}, {"strict_priority": 9}),
         ("header-priority", {"x-kvmesh-priority": "1000"}, {"priority": -1}),
     ]
-    with ThreadPoolExecutor(len(requests)) as pool:
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
         with BusyWorkers(mesh):
             responses = []
             for name, headers, hints in requests:
                 nvext = {**pin_to_worker, "agent_hints": hints}
                 responses.append(pool.submit(post_completion, mesh, name, headers, **nvext))
                 wait_for(lambda: queued_requests(mesh) == len(responses), f"{name} is queued")
-        assert [one.result(WAIT_S).status_code for one in responses] == [200] * len(requests)
-    for name, _, _ in requests:
+            # In the body itself a smaller number goes first, as in vLLM.
+            fields: dict[str, Any] = {"priority": -500, "max_tokens": 1, "nvext": pin_to_worker}
+            prompt = unique_prompt(100)
+            responses.append(pool.submit(mesh.post_completion, "vllm-500", prompt, **fields))
+            wait_for(lambda: queued_requests(mesh) == len(responses), "vllm-500 is queued")
+        assert {one.result(WAIT_S).status_code for one in responses} == {200}
+    names = {"vllm-500", *(name for name, _, _ in requests)}
+    for name in names:
         mesh.request_line(name)
-    names = {name for name, _, _ in requests}
     order = [e.get("client_request_id") for e in mesh.frontend.events("request")]
     assert [name for name in order if name in names] == [
-        *("body-3", "header-2-for-9", "header-1", "header-priority", "sooner", "plain")
+        *("body-3", "header-2-for-9", "header-1", "header-priority", "vllm-500", "sooner", "plain")
     ]
 
 
@@ -148,7 +153,7 @@ def test_a_hint_that_no_worker_meets_is_a_503_with_field_and_value(
     assert (line["param"], line["error"]) == (param, error["message"])
 
 
-@pytest.mark.row("S1-20", "S2-05")
+@pytest.mark.row("S1-20", "S2-05", "S2-44")
 def test_a_header_pins_a_request_and_overrides_the_body(mesh: Mesh) -> None:
     one, other = (worker.instance_id for worker in mesh.workers)
     for number in range(3):

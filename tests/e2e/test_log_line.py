@@ -75,6 +75,7 @@ def test_a_request_of_a_disconnected_client_has_a_log_line_with_the_reason(mesh:
     assert line["workers"]
 
 
+@pytest.mark.row("S2-77")
 def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
     for name in ("_HEALTH_CHECK", "is_probe"):
         response = post(mesh, "probe", **{name: True})

@@ -148,6 +148,7 @@ def test_the_same_prompt_under_base_and_adapters_never_shares_cached_blocks(mesh
         wait_for(is_prediction_exact, f"the index has the blocks of {model}")
 
 
+@pytest.mark.row("S2-11", "S1-68")
 def test_blocks_of_an_adapter_are_predicted_for_that_adapter_only(mesh: Mesh) -> None:
     prompt = unique_prompt(10 * BLOCK_SIZE)
     post_completion(mesh, "french", prompt)

@@ -195,6 +195,20 @@ def test_every_end_is_counted_with_its_labels(scrapes: Scrapes, setting: str) ->
         assert samples(found[f"{CURRENT}disconnected_clients"], "_total")[(MODEL,)] == 1
 
 
+@pytest.mark.row("S3-22", "S3-23")
+@pytest.mark.parametrize("setting", ["both", "current", "legacy"])
+def test_a_stream_that_ends_after_its_first_byte_without_success_is_an_error(
+    scrapes: Scrapes, setting: str
+) -> None:
+    found = scrapes.ended(setting)
+    for prefix in has_prefixes(found):
+        counts = samples(found[f"{prefix}requests"], "_total")
+        of_streams = {labels[3:]: n for labels, n in counts.items() if labels[2] == "stream"}
+        cut = ("error",) if prefix == LEGACY else ("error", "cancelled")
+        assert of_streams[cut] == 1
+        assert sum(of_streams.values()) == 2
+
+
 @pytest.mark.row("S3-13", "S3-14", "S3-41")
 @pytest.mark.parametrize("setting", ["both", "current", "legacy"])
 def test_a_gauge_counts_the_request_that_runs(scrapes: Scrapes, setting: str) -> None:

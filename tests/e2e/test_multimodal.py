@@ -180,6 +180,7 @@ def tokens(mesh: Mesh, *content: Any) -> list[int]:
     return found
 
 
+@pytest.mark.row("S2-30", "S2-32", "S2-36")
 def test_the_output_depends_on_each_medium_and_on_their_order(mesh: Mesh, model: SimModel) -> None:
     """The oracle continues the prompt in which the media's content stands for the placeholders."""
     picture, clip = model.media["image"], model.media["audio"]
@@ -205,7 +206,7 @@ def test_the_output_depends_on_each_medium_and_on_their_order(mesh: Mesh, model:
     assert len({answer(mesh, *one)[0] for one in [parts, *others]}) == 5
 
 
-@pytest.mark.row("S1-38")
+@pytest.mark.row("S1-38", "S2-29", "S2-87")
 def test_an_image_enters_the_hashes_of_its_blocks_in_preprocess(mesh: Mesh) -> None:
     def block_hashes(picture: bytes) -> list[int]:
         content = [text(TEXT), image(picture), text(TEXT)]

@@ -191,6 +191,7 @@ def test_special_tokens_have_a_text_on_request(mesh: Mesh) -> None:
     assert streamed(mesh, **forced, skip_special_tokens=False)[0] == shown
 
 
+@pytest.mark.row("S2-40", "S2-83")
 def test_log_probabilities_write_tokens_as_ids_on_request(mesh: Mesh) -> None:
     fields: Json = {"logprobs": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
     tokens = complete(mesh, 4, **fields)["choices"][0]["logprobs"]["tokens"]
@@ -229,6 +230,7 @@ def test_two_cache_salts_never_share_blocks(mesh: Mesh) -> None:
     assert cached("c-1", cache_salt="c") == (0, 0)
 
 
+@pytest.mark.row("S2-13")
 def test_a_smaller_priority_goes_first_as_in_vllm(mesh: Mesh) -> None:
     order: list[str] = []
     lock = threading.Lock()

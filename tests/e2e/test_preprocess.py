@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import orjson
 import pytest
 
@@ -11,7 +12,7 @@ from common.kv.hashing import compute_block_hash_for_seq, compute_seq_hashes
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.kit.oracle import Oracle
-from tests.kit.processes import MODEL, Mesh, mesh_fixture
+from tests.kit.processes import MODEL, Mesh, mesh_error, mesh_fixture
 from tests.kit.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -119,6 +120,42 @@ def test_a_request_has_the_five_fields_and_the_defaults_of_the_others(mesh: Mesh
     }
     assert request["stop_conditions"]["stop_token_ids_hidden"] == eos != []
     assert generate(mesh, {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 4}})
+
+
+@pytest.mark.row("S2-73", "S2-74", "S2-75", "S2-76")
+def test_only_the_key_of_a_probe_makes_the_json_of_a_request_one(mesh: Mesh) -> None:
+    (request,) = preprocess(mesh, prompt=PROMPT, max_tokens=4, ignore_eos=True)
+    assert "_HEALTH_CHECK" not in request
+    assert len(generate(mesh, request)) == 4
+    # A probe has one token, whatever it asks for.
+    assert len(generate(mesh, request | {"_HEALTH_CHECK": True})) == 1
+    assert len(generate(mesh, {"token_ids": [1], "_HEALTH_CHECK": True})) == 1
+
+
+@pytest.mark.row("S2-04", "S2-33", "S2-34", "S2-57", "S2-91")
+def test_the_json_of_a_request_needs_token_ids_only_and_may_have_more_than_is_known(
+    mesh: Mesh,
+) -> None:
+    stop = {"max_tokens": 4, "ignore_eos": True}
+    least: Json = {"token_ids": PROMPT, "stop_conditions": stop}
+    tokens = generate(mesh, least)
+    assert len(tokens) == 4
+    more: Json
+    for more in (
+        {"routing": {}},
+        {"model": ""},
+        {"model": MODEL},
+        {"new": [1], "routing": {"x": 1}},
+    ):
+        assert generate(mesh, least | more) == tokens, more
+    for wrong, field in (
+        ({"stop_conditions": stop}, "token_ids"),
+        (least | {"token_ids": [5, 2**32]}, "token_ids[1]"),
+        (least | {"model": "another"}, "model"),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            generate(mesh, wrong)
+        assert mesh_error(refused.value).field == field
 
 
 @pytest.mark.row("S1-31", "S1-36", "S1-38")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -110,6 +111,39 @@ def test_a_killed_process_is_replaced_while_the_other_one_serves(mesh: Mesh) -> 
         requests = now[f"{PREFIX}_requests_total"] - before[f"{PREFIX}_requests_total"]
         assert requests == 8 + REQUESTS
         assert now[f"{PREFIX}_inflight_requests"] == 0
+    wait_for(lambda: len(mesh.known_instance_ids("frontend")) == 2, "the killed one has left")
+
+
+@pytest.mark.row("S3-46")
+def test_the_gauges_of_a_killed_process_end_with_it(mesh: Mesh) -> None:
+    """Both processes have streams: of 12, one has none in 1 of 2,048 runs."""
+    url = f"{mesh.url}/v1/completions"
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    started = threading.Barrier(13)
+
+    def read_stream() -> None:
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", url, json=body, timeout=WAIT_S, trust_env=False) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            started.wait(WAIT_S)
+            for _ in lines:
+                pass
+
+    threads = [threading.Thread(target=read_stream) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    started.wait(WAIT_S)
+    assert scrape(mesh)[f"{PREFIX}_inflight_requests"] == 12
+    os.kill(min(children(mesh.frontend)), signal.SIGKILL)
+    for thread in threads:
+        thread.join(WAIT_S)
+    wait_for(lambda: len(children(mesh.frontend)) == 2, "the process is replaced")
+    wait_for(lambda: is_ready(mesh, degraded=False), "a new process serves")
+    for _ in range(8):  # from either process
+        assert scrape(mesh)[f"{PREFIX}_inflight_requests"] == 0
     wait_for(lambda: len(mesh.known_instance_ids("frontend")) == 2, "the killed one has left")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -271,7 +272,7 @@ def test_a_query_returns_the_placement_and_runs_and_books_nothing(mesh: Mesh, ma
     }
 
 
-@pytest.mark.row("S2-59", "S2-60", "S2-61")
+@pytest.mark.row("S2-58", "S2-59", "S2-60", "S2-61")
 def test_only_the_exact_name_of_an_annotation_counts(mesh: Mesh) -> None:
     before = accepted(mesh)
     other_names = ["query_instance_idx:1", "query_instance", "a:query_instance_id"]
@@ -316,6 +317,18 @@ def test_a_request_with_the_ids_of_a_query_runs_on_that_pair(pairs: Mesh) -> Non
         assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] <= timing["ttft_ms"] + 20
 
 
+@pytest.mark.row("S2-08", "S2-09")
+@pytest.mark.parametrize("field", ["dp_rank", "prefill_dp_rank"])
+def test_a_rank_that_no_worker_of_the_leg_has_is_refused_by_its_name(
+    pairs: Mesh, field: str
+) -> None:
+    body: Json = chat_body(nvext={field: 0})
+    assert post(pairs, "chat/completions", body)["usage"]["completion_tokens"] > 0
+    error = refusal(pairs, nvext={field: 1})
+    assert error["param"] == f"nvext.{field}"
+    assert "data-parallel rank 1" in error["message"]
+
+
 @pytest.mark.row("S2-14")
 def test_both_workers_of_a_pair_are_allowed_ones(pairs: Mesh) -> None:
     (prefill, _), (decode, other) = (
@@ -334,6 +347,28 @@ def test_both_workers_of_a_pair_are_allowed_ones(pairs: Mesh) -> None:
     nvext = {"allowed_worker_ids": [other], "extra_fields": ["worker_id"]}
     found = post(pairs, "chat/completions", chat_body(nvext=nvext))["nvext"]["worker_id"]
     assert found == {"decode_worker_id": other, "decode_dp_rank": 0}
+
+
+@pytest.mark.row("S2-26", "S2-27", "S2-46", "S2-90")
+def test_the_span_of_decode_has_the_cache_hit_of_its_prefill(
+    start: Callable[..., AbstractContextManager[Mesh]], spans: tuple[SpanReceiver, str]
+) -> None:
+    traced = [f"--otlp-endpoint={spans[1]}", "--trace-sample-ratio=1"]
+    flags = ["--speedup=20", "--handoff=completed", *traced]
+    with start(workers=0, prefill=1, decode=1, worker_flags=flags, frontend_flags=traced) as mesh:
+        body: Json = {"model": MODEL, "prompt": unique_prompt(4), "max_tokens": 8}
+        for cached in (0, 3 * BLOCK):
+            response = post(mesh, "completions", body)
+            usage = response["usage"]["prompt_tokens_details"]
+            assert usage["cached_tokens"] == cached
+            wait_for(lambda: len(worker_spans(spans, response["id"])) == 2, "both spans")  # noqa: B023
+            hits = {
+                span.attribute("disagg_role"): span.attribute(
+                    "gen_ai.usage.cache_read.input_tokens"
+                )
+                for span in worker_spans(spans, response["id"])
+            }
+            assert hits == {"prefill": str(cached), "decode": str(cached)}
 
 
 @pytest.mark.row("S2-45")

@@ -151,6 +151,21 @@ async def test_taints_are_required_or_preferred() -> None:
             assert found == chosen, field
 
 
+@pytest.mark.row("S2-15", "S2-88")
+async def test_a_worker_must_have_all_required_taints() -> None:
+    async with local_router() as bed:
+        await bed.add(instance(1, taints=frozenset({"a"})), instance(2, taints=frozenset("ab")))
+        query = pb.Query(model="m", total_tokens=100)
+        query.routing.routing_constraints.required_taints.extend("ab")
+        assert (
+            await bed.unary("Route", pb.RouteRequest(query=query))
+        ).decision.worker.worker_id == 2
+        query.routing.backend_instance_id = 1
+        with pytest.raises(Unavailable) as refused:
+            await bed.unary("Route", pb.RouteRequest(query=query))
+        assert refused.value.reason == "NO_TAINTED_WORKER"
+
+
 @pytest.mark.row("S1-39")
 async def test_what_a_worker_advertises_anew_applies_to_the_next_decision() -> None:
     async with local_router() as bed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
@@ -133,6 +134,26 @@ async def test_a_worker_is_not_serving_while_its_idle_engine_fails_probes() -> N
         counts = app.runner.counts()
         assert counts["canaries"] >= counts["canaries_failed"] >= 1
         assert counts.get("accepted", 0) == 0
+
+
+@pytest.mark.row("S2-77", "S2-78")
+async def test_the_health_check_of_a_worker_needs_no_prefill_from_another() -> None:
+    settings: dict[str, Any] = {"role": "decode", "local_prefill": False}
+    async with worker(canary_idle_s=0.02, canary_timeout_s=5.0, **settings) as app:
+
+        async def counters() -> Mapping[str, int]:
+            async with rpc.channel(app.address) as channel:
+                stub = engine_pb2_grpc.EngineServiceStub(channel)
+                info = await rpc.unary(stub.GetInfo, pb.GetInfoRequest(), timeout_s=WAIT_S)
+            assert isinstance(info, pb.GetInfoResponse)
+            return dict(info.counters)
+
+        async def has_probed() -> bool:
+            return (await counters()).get("canaries", 0) > 2
+
+        await until(has_probed, "its engine was probed")
+        assert (await counters()).get("canaries_failed", 0) == 0
+        assert await mesh_error_to_status(app, "") == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_without_a_probe_interval_an_idle_engine_gets_no_probe() -> None:

@@ -1,6 +1,7 @@
 """Each field of a request on the wire reaches the engine of a running worker, and so does absence.
 
-Fields that the worker refuses by name are not here.
+This proves no mission row: what a field does there, the tests of its effect show. Fields that the
+worker refuses by name are not here.
 """
 
 from __future__ import annotations
@@ -141,9 +142,8 @@ def media(**kind: Value) -> dict[str, wire.MultimodalDataList]:
 
 
 def case(rows: str, name: str, sent: Value, received: Value, absent: Value = None) -> Any:
-    """name: of the field. absent: what the engine receives if the field is not sent."""
-    marks = pytest.mark.row(*(f"S2-{row}" for row in rows.split()))
-    return pytest.param(name, sent, received, absent, marks=marks, id=f"{name}-{rows}")
+    """rows: of S2 that describe the field. absent: what the engine receives if it is not sent."""
+    return pytest.param(name, sent, received, absent, id=f"{name}-{rows}")
 
 
 NO_STOPS, NO_SAMPLING, NO_OPTIONS = StopConditions(), SamplingOptions(), OutputOptions()
@@ -355,7 +355,6 @@ async def test_unknown_fields_are_ignored() -> None:
         assert (await worker.received_raw(message)).token_ids == TokenIds.of([1, 2])
 
 
-@pytest.mark.row("S2-54")
 async def test_no_tracker_of_another_process_reaches_the_engine() -> None:
     names = {field.name for field in wire.PreprocessedRequest.DESCRIPTOR.fields}
     assert "tracker" not in names
@@ -378,7 +377,6 @@ async def received_json(worker: Worker, text: str) -> PreprocessedRequest:
     return await worker.received_raw(message.SerializeToString())
 
 
-@pytest.mark.row("S2-73", "S2-74", "S2-75", "S2-76")
 async def test_the_json_form_of_a_request_reaches_the_engine() -> None:
     plain = PreprocessedRequest(model="m", token_ids=TokenIds.of([1, 2]))
     async with working() as worker:
@@ -391,7 +389,6 @@ async def test_the_json_form_of_a_request_reaches_the_engine() -> None:
         assert (canary.model, list(canary.token_ids), canary.is_probe) == ("", [1], True)
 
 
-@pytest.mark.row("S2-31")
 async def test_a_raw_url_is_read_from_its_own_tag_and_written_as_url() -> None:
     text = '{"token_ids":[1],"multi_modal_data":{"image_url":[{"RawUrl":"a b"}]}}'
     async with working() as worker:

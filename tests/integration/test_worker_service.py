@@ -12,6 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import (
     Conflict,
@@ -28,7 +31,7 @@ from common.errors import (
 from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
-from common.request.preprocessed import FinishReason, StopConditions, TokenLogprob
+from common.request.preprocessed import FinishReason, StopConditions, TokenLogprob, TraceLink
 from common.request.token_stream import Hello, RequestFrame, Terminal
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
@@ -62,6 +65,7 @@ from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.service import EngineServicer
+from worker_svc.tracing import GenerateSpans
 
 NS = "default"
 FREED_S = 0.25  # Limit for freeing slot and compute.
@@ -570,6 +574,7 @@ async def test_a_closed_stream_closes_all_its_generators_in_time_and_aborts_none
         assert (await worker.counters())["closed"] == 8
 
 
+@pytest.mark.row("S4-39")
 async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> None:
     loop = asyncio.get_running_loop()
     came: asyncio.Future[RequestFrame] = loop.create_future()
@@ -597,6 +602,7 @@ async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> N
     assert runner.open_requests == 0
 
 
+@pytest.mark.row("S4-39")
 async def test_requests_that_end_with_their_stream_leave_no_state() -> None:
     engine = FakeEngine()
     async with working(engine) as worker:
@@ -610,6 +616,35 @@ async def test_requests_that_end_with_their_stream_leave_no_state() -> None:
         counters = worker.app.runner.counters
         await until(lambda: counters["accepted"] == counters["closed"], "all are closed")
         await worker.app.runner.wait_idle()
+
+
+@pytest.mark.row("S2-21", "S2-22", "S2-23", "S2-24")
+async def test_the_span_of_a_request_has_its_link_unless_that_is_malformed() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    links = {
+        "good-1": TraceLink(trace_id, span_id),
+        "good-2": TraceLink("z", ""),
+        "good-3": TraceLink(trace_id[1:], span_id),
+        "good-4": TraceLink(trace_id, span_id + "0"),
+    }
+    async with working(FakeEngine()) as worker, worker.attached() as frontend:
+        spans = GenerateSpans("fake", "aggregated")
+        spans._tracer = provider.get_tracer("test")
+        worker.app.runner.spans = spans
+        for name, link in links.items():
+            sink, request = Sink(), preprocessed_request(migration_link=link)
+            caller = f"00-{trace_id}-{'1' * 16}-01"
+            frontend.submit(leg_request(name, request=request, traceparent=caller), sink)
+            assert (await sink.over()).token_ids == [7, 8]
+    found = {
+        (span.attributes or {})["request_id"]: [
+            (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") for link in span.links
+        ]
+        for span in exporter.get_finished_spans()
+    }
+    assert found == {"good-1": [(trace_id, span_id)], "good-2": [], "good-3": [], "good-4": []}
 
 
 @pytest.mark.row("S4-37")
