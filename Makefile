@@ -70,7 +70,7 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. $(PROTOS)
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
-rows: $(VENV)/.dev ## Mission rows: proved by a service, in a core, or open
+rows: $(VENV)/.dev ## Mission rows: proved by a service or in a core; other designs, refused, open
 	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
 
 mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')

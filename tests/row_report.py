@@ -1,31 +1,40 @@
 """The row report: which rows of a document are proved, and how.
 
-A row is proved
+The document declares the class of a row. A row counts as that class if a marked test passed and:
 
-- by a service, if a marked test that passed goes through a running service
-  (`tests/service_traffic.py`);
-- in a core, if a marked test passed and the document has the reason beside the row,
-  `*(core: ...)*`.
+- service, the class of a row without declaration: a marked test that passed goes through a running
+  service (`tests/service_traffic.py`), and in a group of `DEFECT_GROUPS` a planted defect names the
+  row (`tests/mutants/mutants.py`), which shows that the tests observe the row's effect;
+- core, `*(core: reason)*`: no service output can show it;
+- other, `**Here (other):** text`: another design stands for the row, and a marked test goes
+  through a service that has it;
+- refused, `**Here (refused):** text`: a service refuses the field by its name, as a marked test
+  shows.
 
-Any other row is open, also one with `*(open: ...)*` beside it, whatever its tests do. A row of
-which a marked test failed is open.
+Any other row is open, also one with `*(open: reason)*`, whatever its tests do. A row of which a
+marked test failed is open. Only service and core are proofs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import pytest
 
+from tests.mutants.mutants import MUTANTS
+
 # Only list items count, not mentions in prose. A line can have several.
 _ITEM = re.compile(r"- \[ \] (?:\*\*\[TRAP\]\*\* )?(S[0-4]-\d{2,3})\b")
-_REASON = re.compile(r"\*\((core|open): (.+?)\)\*")
+_DECLARATION = re.compile(r"\*\((core|open): (.+?)\)\*|\*\*Here \((other|refused)\):\*\* (.+)")
+# The rows of these groups are fields of requests: a test that sends one and finds it at an engine
+# goes through a service and shows no effect.
+DEFECT_GROUPS = ("S2",)
 
-Proof = Literal["service", "core", "open"]
+Proof = Literal["service", "core", "other", "refused", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +62,58 @@ def read_rows(text: str) -> list[Row]:
     for item, following in zip(items, [*items[1:], None], strict=True):
         end = text.find("\n", item.end()) if following is None else following.start()
         line = text[item.end() : end].partition("\n")[0]
-        found = _REASON.search(line)
-        kind: Proof = "service" if found is None else "core" if found[1] == "core" else "open"
         if item[1] in rows:
             raise ValueError(f"row {item[1]} is listed twice")
-        rows[item[1]] = Row(item[1], kind, found[2] if found else "")
+        rows[item[1]] = _row(item[1], line)
     return list(rows.values())
 
 
-def judge(row: Row, outcomes: Outcomes) -> tuple[Proof, str]:
-    """Returns how a row is proved, and why not if it is open."""
+def _row(id: str, line: str) -> Row:
+    found = _DECLARATION.search(line)
+    if found is None:
+        return Row(id, "service", "")
+    return Row(id, cast("Proof", found[1] or found[3]), (found[2] or found[4]).strip())
+
+
+def planted_rows() -> frozenset[str]:
+    """Returns the rows whose tests must find a planted defect."""
+    return frozenset(row for mutant in MUTANTS for row in mutant.rows)
+
+
+def judge(row: Row, outcomes: Outcomes, planted: Container[str]) -> tuple[Proof, str]:
+    """Returns how a row is proved, and why not if it is open. planted: rows with a defect."""
     if row.kind == "open":
         return "open", row.reason
     if outcomes.failed:
         return "open", "a marked test failed"
     if not outcomes.passed:
         return "open", "no marked test passed"
-    if row.kind == "service" and not outcomes.through_service:
+    if row.kind != "core" and not outcomes.through_service:
         return "open", "no marked test goes through a running service"
+    needs_defect = row.kind == "service" and row.id.startswith(DEFECT_GROUPS)
+    if needs_defect and row.id not in planted:
+        return "open", "no planted defect shows that its tests observe its effect"
     return row.kind, ""
 
 
-def report_lines(rows: Iterable[Row], outcomes: Mapping[str, Outcomes]) -> list[str]:
-    """Returns one line for each group, followed by its open rows with their reasons."""
+def report_lines(
+    rows: Iterable[Row], outcomes: Mapping[str, Outcomes], planted: Container[str]
+) -> list[str]:
+    """Returns for each group its line, the rows of other designs and refused fields, how many of
+    the proved rows have a planted defect, and the open rows with their reasons."""
     groups: dict[str, list[tuple[str, Proof, str]]] = {}
     for row in rows:
-        proof, reason = judge(row, outcomes.get(row.id, Outcomes()))
+        proof, reason = judge(row, outcomes.get(row.id, Outcomes()), planted)
         groups.setdefault(row.id[:2], []).append((row.id, proof, reason))
     lines = []
     for group, judged in sorted(groups.items()):
-        proofs = [proof for _, proof, _ in judged]
-        service, core, n_open = (proofs.count(p) for p in ("service", "core", "open"))
-        lines.append(
-            f"{group} {service + core}/{len(judged)} "
-            f"(service {service}, core {core}, open {n_open})"
-        )
+        ids = {kind: [id for id, proof, _ in judged if proof == kind] for kind in get_args(Proof)}
+        proved = ids["service"] + ids["core"]
+        counts = ", ".join(f"{kind} {len(of_kind)}" for kind, of_kind in ids.items())
+        lines.append(f"{group} {len(proved)}/{len(judged)} ({counts})")
+        with_defect = sum(id in planted for id in proved)
+        lines.append(f"   with a planted defect: {with_defect} of {len(proved)}")
+        lines += [f"   {kind}: {' '.join(ids[kind])}" for kind in ("other", "refused") if ids[kind]]
         lines += [f"   {id} open: {reason}" for id, proof, reason in judged if proof == "open"]
     return lines
 
@@ -112,5 +138,5 @@ class RowReport:
                 outcomes.through_service += ("service", True) in properties
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for line in report_lines(self._rows, self._outcomes):
+        for line in report_lines(self._rows, self._outcomes, planted_rows()):
             terminalreporter.write_line(line)
