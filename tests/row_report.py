@@ -3,8 +3,8 @@
 The document declares the class of a row. A row counts as that class if a marked test passed and:
 
 - service, the class of a row without declaration: a marked test that passed goes through a running
-  service (`tests/service_traffic.py`), and in a group of `DEFECT_GROUPS` a planted defect names the
-  row (`tests/mutants/mutants.py`), which shows that the tests observe the row's effect;
+  service (`tests/service_traffic.py`), and a planted defect names the row (`tests/mutants`), which
+  shows that its tests observe its effect and not any traffic;
 - core, `*(core: reason)*`: no service output can show it;
 - other, `**Here (other):** text`: another design stands for the row, and a marked test goes
   through a service that has it;
@@ -30,9 +30,6 @@ from tests.mutants.mutants import MUTANTS
 # Only list items count, not mentions in prose. A line can have several.
 _ITEM = re.compile(r"- \[ \] (?:\*\*\[TRAP\]\*\* )?(S[0-4]-\d{2,3})\b")
 _DECLARATION = re.compile(r"\*\((core|open): (.+?)\)\*|\*\*Here \((other|refused)\):\*\* (.+)")
-# The rows of these groups are fields of requests: a test that sends one and finds it at an engine
-# goes through a service and shows no effect.
-DEFECT_GROUPS = ("S2",)
 
 Proof = Literal["service", "core", "other", "refused", "open"]
 
@@ -90,8 +87,7 @@ def judge(row: Row, outcomes: Outcomes, planted: Container[str]) -> tuple[Proof,
         return "open", "no marked test passed"
     if row.kind != "core" and not outcomes.through_service:
         return "open", "no marked test goes through a running service"
-    needs_defect = row.kind == "service" and row.id.startswith(DEFECT_GROUPS)
-    if needs_defect and row.id not in planted:
+    if row.kind == "service" and row.id not in planted:
         return "open", "no planted defect shows that its tests observe its effect"
     return row.kind, ""
 
@@ -99,8 +95,8 @@ def judge(row: Row, outcomes: Outcomes, planted: Container[str]) -> tuple[Proof,
 def report_lines(
     rows: Iterable[Row], outcomes: Mapping[str, Outcomes], planted: Container[str]
 ) -> list[str]:
-    """Returns for each group its line, the rows of other designs and refused fields, how many of
-    the proved rows have a planted defect, and the open rows with their reasons."""
+    """Returns for each group its line, the rows of other designs, those of refused fields, and the
+    open rows with their reasons."""
     groups: dict[str, list[tuple[str, Proof, str]]] = {}
     for row in rows:
         proof, reason = judge(row, outcomes.get(row.id, Outcomes()), planted)
@@ -108,11 +104,9 @@ def report_lines(
     lines = []
     for group, judged in sorted(groups.items()):
         ids = {kind: [id for id, proof, _ in judged if proof == kind] for kind in get_args(Proof)}
-        proved = ids["service"] + ids["core"]
+        proved = len(ids["service"]) + len(ids["core"])
         counts = ", ".join(f"{kind} {len(of_kind)}" for kind, of_kind in ids.items())
-        lines.append(f"{group} {len(proved)}/{len(judged)} ({counts})")
-        with_defect = sum(id in planted for id in proved)
-        lines.append(f"   with a planted defect: {with_defect} of {len(proved)}")
+        lines.append(f"{group} {proved}/{len(judged)} ({counts})")
         lines += [f"   {kind}: {' '.join(ids[kind])}" for kind in ("other", "refused") if ids[kind]]
         lines += [f"   {id} open: {reason}" for id, proof, reason in judged if proof == "open"]
     return lines

@@ -15,9 +15,10 @@ import pytest
 
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Service
-from tests.kit.waiting import WAIT_S
 
 NUMBER = 0x694D967CA5EFD804
+# Of a command on a busy machine.
+PROCESS_S = 60.0
 KEY = "ns.worker.serve-694d967ca5efd804"
 
 
@@ -44,7 +45,7 @@ def status(folder: Path, *words: str, namespace: str = "ns") -> subprocess.Compl
         [sys.executable, "-m", "meshctl", "status", *words, *flags],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PROCESS_S,
         check=False,
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
     )
@@ -71,7 +72,7 @@ async def test_the_key_of_a_member_finds_it_and_it_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.row("S0-17")
-@pytest.mark.parametrize("key", ["ns.worker.serve-8", "ns.worker.serve-07", KEY.upper()])
+@pytest.mark.parametrize("key", ["ns.worker.serve-07", KEY[:-1], KEY.upper()])
 async def test_a_key_without_a_member_is_an_error_that_names_it(tmp_path: Path, key: str) -> None:
     async with registered(tmp_path, member(7), member(NUMBER)):
         done = status(tmp_path, key)

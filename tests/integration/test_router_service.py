@@ -372,6 +372,7 @@ async def test_potential_loads_include_the_request(mesh: LocalRouter) -> None:
         (1, 100),
     ]
     assert [row.potential_decode_blocks for row in loads] == [7, 7]
+    assert [row.active_requests for row in loads] == [1, 1]
     with pytest.raises(UnknownModel):
         await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
 

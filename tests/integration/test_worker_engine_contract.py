@@ -274,7 +274,7 @@ async def test_requests_of_an_engine_without_blocks_are_spread_without_kv_routin
         await until(lambda: len(bed.frontend._models.workers("m")) == 2, "both workers are known")
         for _ in range(8):
             assert (await bed.complete(prompt=[5] * 64)).status_code == 200
-        assert app._instance().kv_index == "none"
+        assert (app._instance().kv_index, app._instance().block_size) == ("none", None)
         counts = [len(engine.requests) for engine in engines]
     assert counts == [4, 4], "equal prompts do not meet on one worker"
 

@@ -647,7 +647,7 @@ async def test_the_span_of_a_request_has_its_link_unless_that_is_malformed() -> 
     assert found == {"good-1": [(trace_id, span_id)], "good-2": [], "good-3": [], "good-4": []}
 
 
-@pytest.mark.row("S4-37")
+@pytest.mark.row("S4-29", "S4-37")
 async def test_an_aborted_slot_gets_its_terminal_and_the_engine_an_abort() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:

@@ -18,20 +18,24 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutants import MUTANTS
 from tests.row_report import read_rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "mission-rows.md"
 UNIT_TESTS = "tests/unit/"
+# In this order; all others follow.
+_FOLDERS = ("unit", "contract", "integration")
 TIMEOUT_S = 600
 
 
@@ -72,32 +76,65 @@ def tests_by_row() -> dict[str, list[str]]:
     }
 
 
-def run_mutant(mutant: Mutant, tests: Mapping[str, Sequence[str]]) -> Outcome:
-    """Runs the tests of the mutant's rows on a copy with the defect."""
-    with tempfile.TemporaryDirectory(prefix="kvmesh-mutant-") as folder:
-        copy = Path(folder)
-        _copy_repository(copy)
-        file = copy / mutant.path
-        file.write_text(mutated(mutant, file.read_text()))
-        selected = sorted({test for row in mutant.rows for test in tests.get(row, ())})
-        results = copy / "results.xml"
-        if not selected:
-            return Outcome(mutant, mutant.rows, "no test")
-        command = [sys.executable, "-m", "pytest", "--reruns=0", f"--junitxml={results}"]
-        environment = {**os.environ, "PYTHONPATH": f"{copy / 'protos'}{os.pathsep}{copy}"}
+def run_mutant(mutant: Mutant, tests: Mapping[str, Sequence[str]], copy: Path) -> Outcome:
+    """Runs the tests of the mutant's rows on a copy of the repository, which has the defect
+    meanwhile."""
+    selected = sorted({test for row in mutant.rows for test in tests.get(row, ())}, key=_order)
+    if not selected:
+        return Outcome(mutant, mutant.rows, "no test")
+    results = copy / "results.xml"
+    results.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "--reruns=0", f"--junitxml={results}"]
+    command += ["-p", "tests.mutants.early_end", f"--end-after-rows={','.join(mutant.rows)}"]
+    file = copy / mutant.path
+    text = file.read_text()
+    file.write_text(mutated(mutant, text))
+    try:
         done = subprocess.run(
             [*command, "--override-ini=junit_family=xunit1", *selected],
             cwd=copy,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": f"{copy / 'protos'}{os.pathsep}{copy}"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
-        failed = _failed_rows(results) if results.exists() else set()
-        missed = tuple(row for row in mutant.rows if row not in failed)
-        return Outcome(mutant, missed, done.stdout + done.stderr if missed else "")
+    except subprocess.TimeoutExpired:
+        return Outcome(mutant, mutant.rows, f"the tests did not end within {TIMEOUT_S} s")
+    finally:
+        file.write_text(text)
+    failed = _failed_rows(results) if results.exists() else set()
+    missed = tuple(row for row in mutant.rows if row not in failed)
+    return Outcome(mutant, missed, done.stdout + done.stderr if missed else "")
+
+
+def run_mutants(
+    mutants: Iterable[Mutant], tests: Mapping[str, Sequence[str]], jobs: int
+) -> Iterator[Outcome]:
+    """Yields the outcomes in order. Each job has a copy of the repository of its own and uses it
+    again, since most of the time of a run would be the compilation of all modules."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-mutants-") as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            _copy_repository(Path(folder) / str(number))
+            copies.put(Path(folder) / str(number))
+
+        def run(mutant: Mutant) -> Outcome:
+            copy = copies.get()
+            try:
+                return run_mutant(mutant, tests, copy)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(run, mutants)
+
+
+def _order(test: str) -> tuple[int, str]:
+    """Returns the sort key of a test: those of real processes are slower and come last."""
+    folder = test.split("/")[1]
+    return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS), test
 
 
 def mutated(mutant: Mutant, text: str) -> str:
@@ -141,13 +178,12 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [one for one in MUTANTS if _matches(one, options.words)]
     tests = tests_by_row()
     n_missed = 0
-    with ThreadPoolExecutor(options.j) as pool:
-        for outcome in pool.map(lambda one: run_mutant(one, tests), chosen):
-            rows = " ".join(outcome.missed or outcome.mutant.rows)
-            print("MISSED" if outcome.missed else "caught", rows, outcome.mutant.name, flush=True)
-            if outcome.missed:
-                n_missed += 1
-                print("\n".join(outcome.details.splitlines()[-15:]), flush=True)
+    for outcome in run_mutants(chosen, tests, options.j):
+        rows = " ".join(outcome.missed or outcome.mutant.rows)
+        print("MISSED" if outcome.missed else "caught", rows, outcome.mutant.name, flush=True)
+        if outcome.missed:
+            n_missed += 1
+            print("\n".join(outcome.details.splitlines()[-15:]), flush=True)
     print(f"{len(chosen) - n_missed}/{len(chosen)} mutants caught")
     return 1 if n_missed else 0
 

@@ -59,7 +59,7 @@ def test_a_row_counts_only_by_a_service_or_with_a_reason(
     kind: str, outcomes: Outcomes, proof: str
 ) -> None:
     row = Row("S1-01", kind, "a reason")  # type: ignore[arg-type]
-    assert judge(row, outcomes, ())[0] == proof
+    assert judge(row, outcomes, ["S1-01"])[0] == proof
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_row_counts_only_by_a_service_or_with_a_reason(
         ("refused", [], "refused"),
     ],
 )
-def test_a_field_of_a_request_counts_only_with_a_planted_defect(
+def test_a_service_proof_counts_only_with_a_planted_defect(
     kind: str, planted: list[str], proof: str
 ) -> None:
     row = Row("S2-03", kind, "a reason")  # type: ignore[arg-type]
@@ -82,13 +82,11 @@ def test_a_field_of_a_request_counts_only_with_a_planted_defect(
 def test_the_report_has_one_line_a_group_and_one_an_open_row() -> None:
     outcomes = {"S1-01": THROUGH, "S1-02": PASSED, "S1-03": PASSED}
     outcomes |= {f"S2-0{number}": THROUGH for number in range(1, 5)}
-    assert report_lines(read_rows(TEXT), outcomes, {"S1-03", "S2-03"}) == [
+    assert report_lines(read_rows(TEXT), outcomes, {"S1-01", "S2-03"}) == [
         "S1 2/4 (service 1, core 1, other 0, refused 0, open 2)",
-        "   with a planted defect: 1 of 2",
         "   S1-02 open: no service has it",
         "   S1-10 open: no marked test passed",
         "S2 1/4 (service 1, core 0, other 1, refused 1, open 1)",
-        "   with a planted defect: 1 of 1",
         "   other: S2-02",
         "   refused: S2-01",
         "   S2-04 open: no planted defect shows that its tests observe its effect",
