@@ -63,6 +63,7 @@ def test_a_service_names_the_limit_that_a_peer_has_exceeded(mesh: Mesh, kind: st
     received = b""
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as peer:
         peer.sendall(request(METHODS[kind]) + FLOODS["settings"] * 3000)
+        # Ends: the service ends the connection; each read has a limit.
         while data := peer.recv(1 << 16):
             received += data
     assert "too many control frames: 1000" in (calm_text(received) or "")
@@ -92,6 +93,7 @@ def test_a_flood_of_pings_of_a_unary_port_is_ended(mesh: Mesh, kind: str) -> Non
     received = b""
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as peer:
         peer.sendall(request("/grpc.health.v1.Health/Watch") + FLOODS["ping"] * 3000)
+        # Ends: the service ends the connection; each read has a limit.
         while data := peer.recv(1 << 16):
             received += data
             if calm_text(received) is not None:

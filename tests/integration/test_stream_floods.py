@@ -155,6 +155,7 @@ async def test_members_that_connect_beside_a_flood_are_all_served(
     async with serving_streams(echo, security=WITH_TOKEN) as service, asyncio.timeout(WAIT_S):
 
         async def flood() -> None:
+            # Ends: the test cancels its task.
             while True:
                 with contextlib.suppress(OSError):
                     _, writer = await asyncio.open_connection("127.0.0.1", service.port)

@@ -325,6 +325,7 @@ class _Pinger:
     def _measure(self, connection: socket.socket, began: tuple[float, float]) -> None:
         connection.sendall(self._ping)
         received = b""
+        # Ends: the response, or the end of the connection; each read has a limit.
         while self._response not in received:
             data = connection.recv(1 << 16)
             if not data:

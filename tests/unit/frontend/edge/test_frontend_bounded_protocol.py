@@ -170,6 +170,7 @@ async def test_a_turn_of_the_loop_parses_a_bounded_part_of_small_chunks(
 
     async def read_body(scope: Scope, receive: Receive, send: Send) -> None:
         size, has_more = 0, True
+        # Ends: the body is complete; the test has a limit.
         while has_more:
             message = await receive()
             size += len(message["body"])
