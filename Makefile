@@ -27,7 +27,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos storm soak churn floods scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -107,6 +107,9 @@ sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
 
 chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case (minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+gray: $(VENV)/.dev ## One of three workers fails without dying, eleven faults under load (6 minutes); last line is JSON
+	$(BIN)/python -m tests.chaos.gray $(ARGS)
 
 storm: $(VENV)/.dev ## 2,000 requests whose clients disconnect; checks that nothing remains
 	$(BIN)/python -m tests.chaos.storm $(ARGS)

@@ -13,8 +13,9 @@ import json
 import sys
 from pathlib import Path
 
-from tests.chaos.cases import all_cases
+from tests.chaos.cases import GRAY_CASES, Case, GrayCase, all_cases
 from tests.chaos.drive import run_case
+from tests.chaos.gray import run_gray_case
 
 
 def main(argv: list[str]) -> int:
@@ -25,19 +26,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--logs", type=Path, help="keep the services' logs in folders under DIR")
     options = parser.parse_args(argv)
     name_parts = options.cases or [""]
-    cases = [case for case in all_cases() if any(one in case.name for one in name_parts)]
+    by_name: dict[str, Case | GrayCase] = {case.name: case for case in all_cases()}
+    by_name |= {f"gray/{case.name}": case for case in GRAY_CASES}
+    cases = {name: by_name[name] for name in by_name if any(part in name for part in name_parts)}
     if not cases:
         parser.error(f"no case name contains {' or '.join(name_parts)}; see --list")
     if options.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(cases))
         return 0
     missed = 0
-    for case in cases:
+    for name, case in cases.items():
         folder = None
         if options.logs is not None:
-            folder = options.logs / case.name.replace("/", "-")
+            folder = options.logs / name.replace("/", "-")
             folder.mkdir(parents=True)
-        line = run_case(case, keep_logs=folder)
+        if isinstance(case, GrayCase):
+            line = run_gray_case(case, keep_logs=folder)
+        else:
+            line = run_case(case, keep_logs=folder)
         missed += bool(line["missed"])
         print(json.dumps(line), flush=True)
     return 1 if missed else 0

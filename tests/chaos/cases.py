@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tests.kit.gray_engine import FAULTS
+
 FaultAction = Literal["kill", "stop", "freeze", "term", "cut", "none"]
 
 # Longest pause of a stream by a death, and by a hang. A hang is detected after three missed
@@ -63,6 +65,23 @@ class Case:
     kinds: tuple[str, ...] = ()
     is_total: bool = False
     lasts_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GrayCase:
+    """One worker of three fails without dying. fault: as `tests/kit/gray_engine.py` reads it."""
+
+    name: str
+    fault: str
+
+
+# `make chaos` and `make gray` run them; see `gray.py`.
+GRAY_CASES = (
+    *(GrayCase(name, name) for name in FAULTS),
+    # Steps go on for the other requests of the worker.
+    GrayCase("lose-some", "lose 3"),
+    GrayCase("stall-some", "stall 3"),
+)
 
 
 def all_cases() -> list[Case]:

@@ -26,13 +26,14 @@ class Reply:
     """What a client has received of one response. Times: `time.monotonic`, 0: not yet.
 
     error: "" while it runs and if it succeeds. events: pieces received. pause_s: longest time
-    between two pieces, which ended at pause_at.
+    between two pieces, which ended at pause_at. last_at: when the last piece was received.
     """
 
     prompt: str
     tokens: int
     begun_at: float = 0.0
     first_at: float = 0.0
+    last_at: float = 0.0
     ended_at: float = 0.0
     status: int = 0
     events: int = 0
@@ -71,7 +72,6 @@ class HttpCall(asyncio.Protocol):
         self.reply = reply
         self.ended = asyncio.Event()
         self._request = request
-        self._event_at = 0.0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -89,9 +89,9 @@ class HttpCall(asyncio.Protocol):
         reply.events += count
         if not reply.first_at:
             reply.first_at = now
-        elif now - self._event_at > reply.pause_s:
-            reply.pause_s, reply.pause_at = now - self._event_at, now
-        self._event_at = now
+        elif now - reply.last_at > reply.pause_s:
+            reply.pause_s, reply.pause_at = now - reply.last_at, now
+        reply.last_at = now
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
