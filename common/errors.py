@@ -13,6 +13,12 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import ClassVar, Self, TypedDict, Unpack
 
+# Reasons of several services. An InternalError: an engine broke its contract, or the response lacks
+# the form that its request asked for.
+INVALID_OUTPUT = "INVALID_OUTPUT"
+# A WorkerLost: an engine that works has lost the request.
+REQUEST_STALLED = "REQUEST_STALLED"
+
 _EMPTY_METADATA: Mapping[str, str] = MappingProxyType({})
 
 

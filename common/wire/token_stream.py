@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import InvalidRequest
+from common.errors import INVALID_OUTPUT, InternalError, InvalidRequest
 from common.request.preprocessed import (
     CompletionUsage,
     PrefillResult,
@@ -148,11 +148,23 @@ def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
     for chunk in frame.chunks:
         message.chunks.add(slot=chunk.slot, index=chunk.index, json=chunk.json)
     for terminal in frame.terminals:
-        _terminal_to_proto(terminal, message.terminals.add())
+        _add_terminal(terminal, message.terminals.add())
     if frame.heartbeat:
         message.heartbeat.extend(load_to_proto(load) for load in frame.heartbeat)
         message.engine_failure = frame.engine_failure
     return message
+
+
+def _add_terminal(terminal: Terminal, message: engine_pb2.Terminal) -> None:
+    try:
+        _terminal_to_proto(terminal, message)
+    except Exception as error:
+        # The values are an engine's. One request must not end the stream of all others.
+        message.Clear()
+        text = f"the engine's terminal chunk cannot be encoded: {type(error).__name__}"
+        failure = InternalError(text, reason=INVALID_OUTPUT)
+        ended = Terminal(terminal.slot, None, error=failure, total_tokens=terminal.total_tokens)
+        _terminal_to_proto(ended, message)
 
 
 def _terminal_to_proto(terminal: Terminal, message: engine_pb2.Terminal) -> None:

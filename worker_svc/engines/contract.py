@@ -8,11 +8,14 @@ stream; the framework passes every stream through it.
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import (
+    INVALID_OUTPUT,
     InternalError,
     InvalidRequest as InvalidRequest,
     MeshError as MeshError,
@@ -44,6 +47,8 @@ from worker_svc.kv_events.external_events import KvEventFormat, KvEventSink
 
 # `kv_events_off_reason` of an engine that reuses prefixes but is configured not to report them.
 KV_EVENTS_OFF = "kv_events is off"
+# Token ids are below it.
+_ID_LIMIT = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,22 +395,85 @@ class SleepingEngine(Protocol):
         """Allocates the memory again."""
 
 
+class OutputRules:
+    """The rules of one output stream: call `check` with each output, then `end`.
+
+    vocab_size: token ids are below it; None: not known.
+    max_tokens: the most tokens of the output; None: no limit.
+    """
+
+    def __init__(
+        self, request_id: str, *, vocab_size: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        self._request_id = request_id
+        self._ids_below = _ID_LIMIT if vocab_size is None else vocab_size
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
+        self._tokens = 0
+        self._has_terminal = False
+
+    def check(self, output: LLMEngineOutput) -> None:
+        """Raises InternalError with INVALID_OUTPUT if the output breaks a rule."""
+        if self._has_terminal:
+            raise self._broken("chunk after the terminal chunk")
+        self._has_terminal = output.finish_reason is not None
+        token_ids = output.token_ids
+        if token_ids:
+            # Once a chunk, with functions at the speed of C.
+            try:
+                largest = max(array("I", token_ids))
+            except (OverflowError, TypeError):
+                raise self._broken("a token id is no integer from 0 to 2**32 - 1") from None
+            if largest >= self._ids_below:
+                text = f"token id {largest} is outside of the vocabulary of {self._ids_below} ids"
+                raise self._broken(text)
+            self._tokens += len(token_ids)
+            if self._tokens > self._max_tokens:
+                text = f"{self._tokens} tokens were sent, {self._max_tokens} were requested"
+                raise self._broken(text)
+        if output.logprobs:
+            self._check_logprobs(output)
+        if output.chunk_json is not None and not isinstance(output.chunk_json, bytes):
+            raise self._broken("chunk_json is no bytes")
+
+    def _check_logprobs(self, output: LLMEngineOutput) -> None:
+        logprobs = output.logprobs
+        if len(logprobs) != len(output.token_ids):
+            text = f"{len(logprobs)} log probabilities for {len(output.token_ids)} tokens"
+            raise self._broken(text)
+        tops = [top for logprob in logprobs for top in logprob.top]
+        ids = [logprob.token_id for logprob in logprobs] + [top.token_id for top in tops]
+        values = [logprob.logprob for logprob in logprobs] + [top.logprob for top in tops]
+        try:
+            largest = max(array("I", ids))
+            array("d", values)
+        except (OverflowError, TypeError):
+            raise self._broken("a log probability has no token id, or is no number") from None
+        if largest >= self._ids_below:
+            raise self._broken(f"log probability of token id {largest} outside of the vocabulary")
+
+    def end(self) -> None:
+        """Raises InternalError with INVALID_OUTPUT if the stream had no terminal chunk."""
+        if not self._has_terminal:
+            raise self._broken("stream ended without a terminal chunk")
+
+    def _broken(self, rule: str) -> InternalError:
+        text = f"request {self._request_id}: invalid output of the engine: {rule}"
+        return InternalError(text, reason=INVALID_OUTPUT)
+
+
 async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:
     """Yields the stream. Closing this generator closes the engine's.
 
-    Raises InternalError for a chunk after the terminal one or a missing terminal chunk.
+    Raises InternalError if the stream breaks one of the `OutputRules`.
     """
-    has_terminal = False
+    rules = OutputRules(request_id)
     try:
         async for output in stream:
-            if has_terminal:
-                raise InternalError(f"request {request_id}: chunk after the terminal chunk")
-            has_terminal = output.finish_reason is not None
+            rules.check(output)
             yield output
-        if not has_terminal:
-            raise InternalError(f"request {request_id}: stream ended without a terminal chunk")
+        rules.end()
     finally:
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()

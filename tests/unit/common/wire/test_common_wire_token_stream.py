@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import (
+    INVALID_OUTPUT,
     MESH_ERROR_CLASSES,
     InternalError,
     InvalidRequest,
@@ -357,6 +359,27 @@ def test_one_unreadable_submit_does_not_affect_the_others(field: str) -> None:
 def test_tokens_without_slots_are_not_lost_on_the_way() -> None:
     frame = response_frame_from_proto(engine_pb2.AttachResponse(token_id=[1, 2]))
     assert frame.token_id == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"usage": CompletionUsage(-1, 2, 1)},
+        {"usage": CompletionUsage("many", 2, 1)},  # type: ignore[arg-type]
+        {"prefill_result": PrefillResult(object())},
+        {"finish_reason": "stop"},
+    ],
+)
+def test_an_end_that_cannot_be_encoded_does_not_affect_the_others(parts: dict[str, Any]) -> None:
+    """The values are an engine's."""
+    broken = Terminal(**{"slot": 1, "finish_reason": FinishReason.STOP, "total_tokens": 3, **parts})
+    whole = Terminal(2, FinishReason.STOP)
+    frame = ResponseFrame(terminals=[broken, whole])
+    read = response_frame_from_proto(response_frame_to_proto(frame)).terminals
+    assert read[1] == whole
+    assert (read[0].slot, read[0].total_tokens, read[0].finish_reason) == (1, 3, None)
+    assert isinstance(read[0].error, InternalError)
+    assert read[0].error.reason == INVALID_OUTPUT
 
 
 def test_an_end_without_a_reason_or_an_error_is_refused() -> None:

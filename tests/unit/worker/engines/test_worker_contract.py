@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
-from common.errors import InternalError, InvalidRequest, MeshError
+from common.errors import INVALID_OUTPUT, InternalError, InvalidRequest, MeshError
 from common.request import preprocessed
 from worker_svc.engines import contract as engine
 from worker_svc.engines.contract import (
@@ -19,6 +20,8 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngine,
     LLMEngineOutput,
+    OutputRules,
+    TokenLogprob,
     chunk,
     usage,
     validate_stream,
@@ -254,6 +257,54 @@ async def test_a_stream_that_violates_the_contract_raises_and_is_closed(
     with pytest.raises(InternalError, match=f"r1.*{reason}"):
         await collect(script)
     assert script.is_closed
+
+
+def logprob(token_id: int, value: float = -1.0) -> TokenLogprob:
+    return TokenLogprob(token_id, value, ())
+
+
+# Any: an engine of another package may send anything.
+INVALID: dict[str, Any] = {
+    "outside of the vocabulary of 1000 ids": [chunk.token(1000)],
+    "no integer from 0": [chunk.token(-1)],
+    "to 2\\*\\*32 - 1": [chunk.token(2**32)],
+    "a token id is no integer": [LLMEngineOutput(token_ids=(1, 2.5))],  # type: ignore[arg-type]
+    "is no integer": [LLMEngineOutput(token_ids=(1, None))],  # type: ignore[arg-type]
+    "4 tokens were sent, 3 were requested": [
+        LLMEngineOutput(token_ids=(1, 2)),
+        LLMEngineOutput(token_ids=(3, 4), finish_reason=FinishReason.LENGTH),
+    ],
+    "chunk after the terminal chunk": [chunk.stop(), chunk.token(1)],
+    "1 log probabilities for 2 tokens": [LLMEngineOutput(token_ids=(1, 2), logprobs=[logprob(1)])],
+    "has no token id": [LLMEngineOutput(token_ids=(1,), logprobs=[logprob(-1)])],
+    "log probability of token id 1000": [LLMEngineOutput(token_ids=(1,), logprobs=[logprob(1000)])],
+    "or is no number": [
+        LLMEngineOutput(token_ids=(1,), logprobs=[logprob(1, None)])  # type: ignore[arg-type]
+    ],
+    "chunk_json is no bytes": [LLMEngineOutput(chunk_json="{}")],  # type: ignore[arg-type]
+    "without a terminal chunk": [chunk.token(1)],
+}
+
+
+@pytest.mark.parametrize("rule", INVALID)
+def test_invalid_output_is_a_typed_error_that_names_the_rule(rule: str) -> None:
+    rules = OutputRules("r1", vocab_size=1000, max_tokens=3)
+
+    def check_all() -> None:
+        for output in INVALID[rule]:
+            rules.check(output)
+        rules.end()
+
+    with pytest.raises(InternalError, match=f"r1.*{rule}") as raised:
+        check_all()
+    assert raised.value.reason == INVALID_OUTPUT
+
+
+def test_valid_output_may_reach_each_limit() -> None:
+    rules = OutputRules("r1", vocab_size=1000, max_tokens=3)
+    rules.check(LLMEngineOutput(token_ids=[0, 999], logprobs=[logprob(0), logprob(999)]))
+    rules.check(LLMEngineOutput(token_ids=list(np.array([7])), finish_reason=FinishReason.LENGTH))
+    rules.end()
 
 
 @pytest.mark.row("S4-31")
