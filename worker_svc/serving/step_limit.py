@@ -1,13 +1,13 @@
 """The longest plausible duration of an engine's step, measured from the steps so far. Pure.
 
-    expected_s = base_s + token_s * tokens * max(1, tokens / measured_tokens)
+    expected_s = base_s + token_s * tokens * max(1, longest / measured_tokens)
     limit_s = min(max(FACTOR * expected_s, min_s), max_s)
 
-tokens: prompt tokens that the step in progress can compute. token_s: seconds per prompt token in
-steps with many of them. measured_tokens: the most tokens of a step so far; attention makes longer
-prompts more than proportionally slow. base_s: the rest of a step. Both are the largest recent
-values: they halve with every HALF_LIFE_S of steps that measure them. Without a measured step (graph
-capture, compilation) the limit is max_s.
+tokens: prompt tokens that the step in progress can compute; longest: those of the longest prompt.
+token_s: seconds per prompt token in steps with many of them. measured_tokens: the most tokens of a
+step so far; attention makes longer prompts more than proportionally slow. base_s: the rest of a
+step. Both are the largest recent values: they halve with every HALF_LIFE_S of steps that measure
+them. Without a measured step (graph capture, compilation) the limit is max_s.
 
 A rank is observed about every TICK_S, so durations are multiples of it, and several fast steps
 count as one.
@@ -46,7 +46,7 @@ class _Rank:
         self._is_busy = False
         # Of the step in progress: its duration so far, and the prompt tokens it can compute.
         self._elapsed_s = 0.0
-        self._tokens = 0.0
+        self._tokens = self._longest = 0.0
         self._base_s: float | None = None
         self._token_s = 0.0
         self._measured_tokens = 0
@@ -56,11 +56,13 @@ class _Rank:
         """Infinite if unknown."""
         if self._base_s is None or (self._tokens and not self._measured_tokens):
             return math.inf
-        growth = max(1.0, self._tokens / max(self._measured_tokens, 1))
+        growth = max(1.0, self._longest / max(self._measured_tokens, 1))
         return self._base_s + self._token_s * self._tokens * growth
 
-    def observe(self, load: Load, computed_tokens: int, tokens: float, now: float) -> None:
-        """computed_tokens: prompt tokens since start. tokens: prompt tokens of the next step."""
+    def observe(
+        self, load: Load, computed_tokens: int, tokens: float, longest: float, now: float
+    ) -> None:
+        """computed_tokens: prompt tokens since start. tokens, longest: of the next step."""
         last, self._progress = self._progress, (load.engine_step, computed_tokens)
         self._elapsed_s += min(now - self._observed_at, OBSERVATION_GAP_MAX_S)
         self._observed_at = now
@@ -73,7 +75,7 @@ class _Rank:
             self._measure(self._elapsed_s, computed_tokens - last[1])
         # A step contains only prompts that were submitted before it began.
         if has_stepped or not self._is_busy:
-            self._elapsed_s, self._tokens = 0.0, tokens
+            self._elapsed_s, self._tokens, self._longest = 0.0, tokens, longest
         self._is_busy = is_busy
 
     def _measure(self, duration_s: float, tokens: int) -> None:
@@ -94,17 +96,25 @@ class StepLimits:
         self._ranks: dict[int, _Rank] = {}
 
     def observe(
-        self, loads: Sequence[Load], started_tokens: int, pending_tokens: int, now: float
+        self,
+        loads: Sequence[Load],
+        started_tokens: int,
+        pending_tokens: int,
+        now: float,
+        *,
+        longest_prompt: float = math.inf,
     ) -> None:
         """Measures; call it about every TICK_S while requests are open.
 
         started_tokens: tokens of all prompts that had output, used for engines that do not report
-        `prefill_tokens`. pending_tokens: of those that had none yet. now: seconds.
+        `prefill_tokens`. pending_tokens: of those that had none yet; longest_prompt: of the longest
+        of these. now: seconds.
         """
         for load in loads:
             tokens = min(max(pending_tokens, load.waiting_tokens), self._settings.tokens_max)
             rank = self._ranks.setdefault(load.dp_rank, _Rank())
-            rank.observe(load, load.prefill_tokens or started_tokens, tokens, now)
+            computed_tokens = load.prefill_tokens or started_tokens
+            rank.observe(load, computed_tokens, tokens, min(tokens, longest_prompt), now)
 
     def limit_s(self, dp_rank: int) -> float:
         """Returns the seconds after which a rank without a step hangs."""
