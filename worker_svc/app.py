@@ -45,6 +45,7 @@ from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.probe import EngineProbe
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.service import EngineServicer
+from worker_svc.serving.stalled_requests import StalledRequests
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpans
 
@@ -147,12 +148,13 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         await self._start_servers()
         lifecycle.spawn(self.publisher.run(), name="kv publisher")
         await lifecycle.health.set(SERVICE_NAME, True)
-        if config.canary_idle_s:
-            self._watch_engine(lifecycle)
+        probe = self._watch_engine(lifecycle) if config.canary_idle_s else None
+        watch = StalledRequests(self.runner, None if probe is None else probe.check_now)
+        lifecycle.spawn(watch.run(), name="request watch")
         self._serve_metrics(worker_registry(self.runner))
         return self._info()
 
-    def _watch_engine(self, lifecycle: Lifecycle) -> None:
+    def _watch_engine(self, lifecycle: Lifecycle) -> EngineProbe:
         """Probes an idle engine; without an answer, health is NOT_SERVING."""
 
         async def set_serving(is_alive: bool) -> None:
@@ -167,6 +169,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             timeout_s=self._config.canary_timeout_s,
         )
         lifecycle.spawn(probe.run(), name="engine probe")
+        return probe
 
     def _resolve_kv_index(self, engine: EngineConfig) -> EngineConfig:
         """Returns the config with the `kv_index` to advertise: `events` only if events are

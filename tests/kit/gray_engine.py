@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from worker_svc.config import WorkerConfig
 from worker_svc.engine_factory import build_engine
@@ -48,10 +48,13 @@ _UNKNOWN_ID: Final = 2**31
 
 
 class GrayEngine(SimEngine):
-    """A sim engine. fault_file: see the module; None: it is always well."""
+    """A sim engine. fault_file: see the module; None: its attribute `fault` has the same content.
+    parts: of SimEngine."""
 
-    def __init__(self, config: SimConfig, fault_file: Path | None) -> None:
-        super().__init__(config, clock=time.monotonic)
+    # Any: arguments of SimEngine.
+    def __init__(self, config: SimConfig, fault_file: Path | None = None, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self.fault = ""
         self._fault_file = fault_file
         self._requests = 0
 
@@ -85,10 +88,9 @@ class GrayEngine(SimEngine):
 
     def _next_fault(self) -> str:
         """Returns the fault of the next request; "" for none."""
-        try:
-            words = self._fault_file.read_text().split() if self._fault_file is not None else []
-        except FileNotFoundError:
-            words = []
+        if self._fault_file is not None:
+            self.fault = self._fault_file.read_text() if self._fault_file.exists() else ""
+        words = self.fault.split()
         if not words:
             return ""
         self._requests += 1
@@ -119,4 +121,4 @@ def build(config: WorkerConfig) -> GrayEngine:
     path = Path(config.engine_args) if config.engine_args else None
     sim = build_engine(config.model_copy(update={"engine": "sim", "engine_args": ""}))
     assert isinstance(sim, SimEngine), "the name is sim"
-    return GrayEngine(sim.config, path)
+    return GrayEngine(sim.config, path, clock=time.monotonic)

@@ -146,6 +146,7 @@ class Checks:
         self._placed_workers: dict[PlacementKey, list[int]] = {}
         self._delivered: set[PlacementKey] = set()
         self._corrupt_pages: Counter[int] = Counter()
+        self._stalled: Counter[int] = Counter()
         self._bookings_agreed_at = 0.0
         self._expected_coroutines = EXPECTED_COROUTINES
         self.pairs_failed = 0
@@ -271,6 +272,15 @@ class Checks:
                 self.violation(
                     "pages", f"{worker.stable_name} found {corrupt} corrupt pages or tokens"
                 )
+
+    def stalled(self, workers: Sequence[SimWorker]) -> None:
+        """The requests that workers ended as lost: no engine of a simulation loses one."""
+        for worker in workers:
+            stalled = worker.runner.counters["stalled"]
+            if stalled > self._stalled[worker.id]:
+                self._stalled[worker.id] = stalled
+                text = f"{worker.stable_name} ended {stalled} requests that its engine has"
+                self.violation("stalled", text)
 
     def credit(self, name: str, unacked_bytes: int) -> None:
         """The bytes that a worker has sent to one frontend without an acknowledgement."""

@@ -89,6 +89,7 @@ from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner, _ActiveRequest
+from worker_svc.serving.stalled_requests import StalledRequests
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 
 NAMESPACE = "sim"
@@ -487,6 +488,7 @@ class SimWorker:
         if self._kv is not None:
             self.publisher = self._build_publisher(config, self._kv)
             self.process.spawn(self.publisher.run())
+        self.process.spawn(StalledRequests(self.runner, None).run())
         self._net.listen(self.address, self.process, self._serve)
         await self.discovery.wait_reachable()
         endpoint = config.disaggregated_endpoint or (None, None)

@@ -303,6 +303,7 @@ class World:
         )
         await self._run_quiescent_requests()
         self.checks.pages(self.workers)
+        self.checks.stalled(self.workers)
         self.checks.check_recovered(self.alive())
         await self._end()
         watch.cancel()
@@ -413,6 +414,7 @@ class World:
             await asyncio.sleep(_POLL_S)
             if tick % _PAGES_EVERY == 0:
                 self.checks.pages(self.workers)
+                self.checks.stalled(self.workers)
             for worker in self.workers:
                 for stream in worker.attach._streams.values():
                     self.unacked_max = max(self.unacked_max, stream.link.unacked_bytes)

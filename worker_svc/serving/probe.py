@@ -110,10 +110,14 @@ class EngineProbe:
             if wait_s > 0:
                 await asyncio.sleep(min(wait_s, PROBE_RETRY_S))
                 continue
-            self._failed_requests = self.runner.counters["failed"]
-            failure = await self._probe()
-            self._last_probe_at = now()
-            await self._set_failure(failure, "the engine responded to a probe")
+            await self.check_now()
+
+    async def check_now(self) -> None:
+        """Sends a probe at once; its result counts as that of a due one."""
+        self._failed_requests = self.runner.counters["failed"]
+        failure = await self._probe()
+        self._last_probe_at = asyncio.get_running_loop().time()
+        await self._set_failure(failure, "the engine responded to a probe")
 
     def _next_probe_at(self) -> float:
         if self.is_alive and not self._has_failed_request:

@@ -7,6 +7,9 @@ accepted == finished + stopped + failed + closed.
 An abort has two phases. The request's context is stopped at once, which frees its slot and its
 compute. The engine's `abort` of a decode leg waits for the leg's first token, because until then
 its KV may be in flight (first-token gate). If the leg ends before, `abort` is not called.
+
+`find_stalled` watches every request (`request_watch.py`); `end_stalled` ends those that the engine
+has lost with a retryable WorkerLost.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 
 import structlog
 
 from common.errors import (
+    INVALID_OUTPUT,
+    REQUEST_STALLED,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -29,6 +34,7 @@ from common.errors import (
     Unimplemented,
     UnknownModel,
     Unsupported,
+    WorkerLost,
 )
 from common.kv.load import Load
 from common.request.embedding import dump_vector
@@ -42,12 +48,13 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngine,
     LLMEngineOutput,
+    OutputRules,
     PassThroughEngine,
     PreprocessedRequest,
     chunk,
     usage,
-    validate_stream,
 )
+from worker_svc.serving.request_watch import PREPARATION_S, RequestWatch, WatchedRequest
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
@@ -56,6 +63,8 @@ ABORT_GRACE_S = 0.15
 _CONSTRAINT_FIELD = "sampling_options.guided_decoding"
 # Finish reasons that an engine can send without having computed anything.
 _NO_OUTPUT_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
+# Output tokens of a request without a limit, for the watch.
+_OUTPUT_TOKENS_ASSUMED = 8192
 
 Emit = Callable[[LLMEngineOutput], None]
 
@@ -68,6 +77,9 @@ class _ActiveRequest:
     ctx: GenerateContext
     # Prompt tokens to compute before the first output.
     pending_tokens: int
+    watched: WatchedRequest
+    # Why it is ended by the watch.
+    failure: MeshError | None = None
     abort_timeout: asyncio.Timeout | None = None
     # Waits for the first token, then calls the engine's `abort`.
     abort_task: asyncio.Task[None] | None = None
@@ -107,6 +119,7 @@ class Runner:
         self.last_output_at = -math.inf
         self.engine_failure = ""
         self.step_limits = StepLimits(StepLimitSettings())
+        self._watch = RequestWatch(lambda dp_rank: self.step_limits.limit_s(dp_rank))
         self._max_requests = max_requests
         self._role = role
         self._constraints = constraints
@@ -114,6 +127,8 @@ class Runner:
         self._last_key = 0
         # Of the prompts without output, and of all others.
         self._pending_tokens = self._started_tokens = 0
+        # Of the prompts without output, since there were none.
+        self._longest_prompt = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -131,7 +146,11 @@ class Runner:
     def observe_steps(self, now: float) -> None:
         """Measures the engine's steps; called every `step_limit.TICK_S` by each Attach stream."""
         self.step_limits.observe(
-            self.engine.loads(), self._started_tokens, self._pending_tokens, now
+            self.engine.loads(),
+            self._started_tokens,
+            self._pending_tokens,
+            now,
+            longest_prompt=self._longest_prompt,
         )
 
     def loads(self) -> Sequence[Load]:
@@ -159,6 +178,7 @@ class Runner:
         if request is not None and not (is_decode and is_remote):
             pending_tokens = len(request.token_ids)
         self._pending_tokens += pending_tokens
+        self._longest_prompt = max(self._longest_prompt, pending_tokens)
         ctx = GenerateContext(
             leg_request.request_id,
             asyncio.Event() if is_decode else None,
@@ -166,10 +186,36 @@ class Runner:
             priority=leg_request.priority,
             tenant=leg_request.tenant,
         )
-        self._active_requests[self._last_key] = _ActiveRequest(leg_request, ctx, pending_tokens)
+        watched = self._watch_request(leg_request, pending_tokens)
+        self._active_requests[self._last_key] = _ActiveRequest(
+            leg_request, ctx, pending_tokens, watched
+        )
         self.counters["accepted"] += 1
         self._idle.clear()
         return self._last_key
+
+    def _watch_request(self, leg_request: LegRequest, pending_tokens: int) -> WatchedRequest:
+        request, priority, dp_rank = leg_request.request, leg_request.priority, None
+        preparation_s, context_tokens = 0.0, 0
+        if request is not None:
+            if (routing := request.routing) is not None:
+                dp_rank = routing.dp_rank
+                priority = priority if routing.priority is None else routing.priority
+            if request.sampling_options.guided_decoding or request.multi_modal_data:
+                preparation_s = PREPARATION_S
+            max_tokens = request.stop_conditions.max_tokens or _OUTPUT_TOKENS_ASSUMED
+            context_tokens = len(request.token_ids) + max_tokens
+        watched = WatchedRequest(
+            self._watch.rank(dp_rank),
+            priority or 0,
+            pending_tokens,
+            context_tokens,
+            is_opaque=request is None,
+            preparation_s=preparation_s,
+        )
+        now = asyncio.get_running_loop().time()
+        self._watch.admit(watched, self._pending_tokens, now)
+        return watched
 
     def _check(self, leg_request: LegRequest) -> None:
         if self.is_draining:
@@ -247,39 +293,45 @@ class Runner:
 
     async def _run_engine(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
         """Returns the engine's terminal chunk, or a cancelled one if the engine does not end within
-        ABORT_GRACE_S of an abort. Raises what the engine raises."""
-        request_id = active_request.leg_request.request_id
+        ABORT_GRACE_S of an abort. Raises what the engine raises, and the failure of a request that
+        the watch ended."""
         now = asyncio.get_running_loop().time
+        watched, rules = active_request.watched, self._rules_of(active_request.leg_request)
         terminal: LLMEngineOutput | None = None
         abort_timeout = active_request.abort_timeout = asyncio.timeout(None)
+        outputs = self._stream(active_request)
+        # Engines of other packages may return another iterator.
+        closing = aclosing(outputs) if isinstance(outputs, AsyncGenerator) else nullcontext()
         try:
-            async with (
-                abort_timeout,
-                aclosing(
-                    validate_stream(self._stream(active_request), request_id=request_id)
-                ) as outputs,
-            ):
+            async with abort_timeout, closing:
                 await self._check_constraint(active_request.leg_request)
                 if active_request.ctx.is_stopped:  # aborted before its start
                     self._start_abort_grace(abort_timeout)
                 async for output in outputs:
+                    rules.check(output)
                     if output.finish_reason not in _NO_OUTPUT_REASONS:
                         self.last_output_at = now()
-                    if output.token_ids or output.chunk_json is not None:
+                    if watched.output_at >= 0:
+                        watched.output_at = watched.rank.continued_at = self.last_output_at
+                    elif output.token_ids or output.chunk_json is not None:
+                        self._watch.start(watched, now())
                         active_request.ctx.notify_first_token()
                         self._started_tokens += active_request.pending_tokens
                         self._drop_pending(active_request)
                     if output.finish_reason is None:
                         emit(output)
                     else:
-                        # Continue reading: `validate_stream` rejects any further chunk.
+                        # Continue reading: a further chunk breaks the rules.
                         terminal = output
+                rules.end()
         except TimeoutError:
             if not abort_timeout.expired():  # the engine's own
                 raise
             self.counters["stops_forced"] += 1
-            return chunk.cancelled()
-        assert terminal is not None, "validate_stream() raises without one"
+            terminal = chunk.cancelled()
+        if active_request.failure is not None:
+            raise active_request.failure
+        assert terminal is not None, "the rules require one"
         if terminal.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
         return _with_prefill_details(terminal, active_request.leg_request.request)
@@ -296,6 +348,14 @@ class Runner:
         except ConstraintError as error:
             text = f"Invalid '{_CONSTRAINT_FIELD}': {error}."
             raise InvalidRequest(text, _CONSTRAINT_FIELD) from error
+
+    def _rules_of(self, leg_request: LegRequest) -> OutputRules:
+        request, max_tokens = leg_request.request, None
+        if request is not None:
+            max_tokens = request.stop_conditions.max_tokens
+        return OutputRules(
+            leg_request.request_id, vocab_size=self.vocab_size, max_tokens=max_tokens
+        )
 
     def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
         leg_request = active_request.leg_request
@@ -330,6 +390,7 @@ class Runner:
         active_request = self._active_requests.get(key)
         if active_request is None or active_request.ctx.is_stopped:
             return
+        active_request.watched.is_watched = False
         active_request.ctx.stop_generating(reason)
         if active_request.abort_timeout is not None:
             self._start_abort_grace(active_request.abort_timeout)
@@ -352,6 +413,38 @@ class Runner:
         except Exception:
             log.exception("engine_abort_failed", request_id=active_request.leg_request.request_id)
 
+    def find_stalled(self, now: float) -> dict[int, float]:
+        """Returns the keys of the requests that the engine has lost, with the times of their last
+        output; call it every SAMPLE_S."""
+        if not self._watch.sample(self.engine.loads(), now):
+            return {}
+        requests = self._active_requests
+        keys = {request.watched: key for key, request in requests.items()}
+        lost = self._watch.check(keys, self._pending_tokens, now)
+        for request in requests.values():
+            if request.pending_tokens and self._watch.has_no_prompt_left(request.watched):
+                self._drop_pending(request)  # it does not lengthen a step any more
+        return {keys[watched]: watched.output_at for watched in lost}
+
+    async def end_stalled(self, key: int, output_at: float) -> None:
+        """Ends a request that the engine has lost: `run` raises WorkerLost. No effect if it has
+        ended, was stopped, or had output after `output_at`."""
+        request = self._active_requests.get(key)
+        if request is None or request.ctx.is_stopped or request.watched.output_at != output_at:
+            return
+        watched = request.watched
+        quiet_s = asyncio.get_running_loop().time() - watched.quiet_since
+        request.failure = WorkerLost(
+            f"the engine works, but has sent no {'more ' if watched.is_started else ''}output of"
+            f" this request for {quiet_s:.1f} s",
+            retryable=True,
+            reason=REQUEST_STALLED,
+        )
+        self.counters["stalled"] += 1
+        request_id = request.leg_request.request_id
+        log.error("request_stalled", request_id=request_id, quiet_s=round(quiet_s, 1))
+        await self.abort(key, "stalled")
+
     async def abort_request(self, request_id: str, reason: str) -> int:
         """Aborts all requests with this id. Returns how many."""
         active = self._active_requests.items()
@@ -373,6 +466,7 @@ class Runner:
 
     def _finish(self, key: int, outcome: str) -> None:
         active_request = self._active_requests.pop(key)
+        self._watch.end(active_request.watched)
         self._drop_pending(active_request)
         if active_request.abort_task is not None:
             active_request.abort_task.cancel()
@@ -383,6 +477,8 @@ class Runner:
     def _drop_pending(self, active_request: _ActiveRequest) -> None:
         self._pending_tokens -= active_request.pending_tokens
         active_request.pending_tokens = 0
+        if not self._pending_tokens:
+            self._longest_prompt = 0
 
     def _start_abort_grace(self, abort_timeout: asyncio.Timeout) -> None:
         abort_timeout.reschedule(asyncio.get_running_loop().time() + ABORT_GRACE_S)
@@ -404,6 +500,8 @@ def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshErr
     """Returns the typed error of a request if its run raised `error`; None if its task was
     cancelled."""
     if isinstance(error, MeshError):
+        if error.reason == INVALID_OUTPUT:
+            log.error("invalid_output", message=error.message)
         return error
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
