@@ -9,7 +9,8 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Decisio
   `x-should-retry`: true exactly if the error is retryable. The SDK reads the delay from
   `retry-after-ms`; `retry-after` has whole seconds, rounded up.
 - An `InternalError`, and any exception that is not a `MeshError`, shows none of its text; the log
-  has it.
+  has it. One with the reason INVALID_OUTPUT is the fault of an engine: it is 502 and shows what
+  is wrong.
 - `param`, and the message, name the field as the client sent it: a field of the body or a header.
 - 499 (the client closed the request) appears only in logs and metrics.
 
@@ -29,6 +30,7 @@ from typing import Any, Final
 import orjson
 
 from common.errors import (
+    INVALID_OUTPUT,
     Conflict,
     DeadlineExceeded,
     InternalError,
@@ -173,6 +175,7 @@ _HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADE
 _TENANT_LIMIT = _Mapping(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
 _TOO_LARGE = _Mapping(413, INVALID, "body_too_large", ErrorType.VALIDATION)
 _WORKER_LOST_FINAL = _Mapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
+_INVALID_OUTPUT = _Mapping(502, "server_error", "invalid_output", ErrorType.INTERNAL)
 _NOT_MIGRATABLE = _Mapping(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
 
 _TABLE: dict[type[MeshError], _Mapping] = {
@@ -267,6 +270,8 @@ def _mapping_of(error: BaseException) -> _Mapping:
             return _TENANT_LIMIT
         case InvalidRequest() if error.reason == BODY_TOO_LARGE:
             return _TOO_LARGE
+        case InternalError() if error.reason == INVALID_OUTPUT:
+            return _INVALID_OUTPUT
         case WorkerLost() if error.reason == NOT_MIGRATABLE:
             return _NOT_MIGRATABLE
         case WorkerLost() if not error.retryable:

@@ -82,6 +82,22 @@ def prepare_checks() -> None:
     _byte_tokenizer()
 
 
+def matches_constraint(guided: GuidedDecoding, text: str) -> bool:
+    """Returns whether a whole text matches a constraint, with any white space between the tokens of
+    JSON unless a whitespace_pattern is set. Raises ConstraintError if a limit is exceeded."""
+    grammar = _grammar_of(guided)
+    if guided.json is not None and guided.whitespace_pattern is None:
+        options: Any = {"whitespace_flexible": True, "lenient": False}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(guided.json), overrides=options)
+        text = text.strip()
+    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+    data = list(text.encode("utf-8", "replace"))
+    is_match = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+    if matcher.is_error():
+        raise ConstraintError(" ".join(matcher.get_error().split())[:_MESSAGE_CHARS_MAX])
+    return is_match
+
+
 def _grammar_of(guided: GuidedDecoding) -> str:
     try:
         grammar = _to_grammar(guided)

@@ -20,6 +20,7 @@ from frontend_svc.generation.api import (
 )
 from frontend_svc.generation.choices import echo_with_logprobs, make_choices
 from frontend_svc.generation.constraints import ConstraintChecks
+from frontend_svc.generation.form import ResponseForm, form_of
 from frontend_svc.generation.streaming import OpenChoice, ResponseWriter
 from frontend_svc.generation.tokenization import tokenize
 from frontend_svc.generation.worker_requests import count_outcome, open_requests
@@ -44,6 +45,9 @@ from frontend_svc.openai.output.extension import ResponseExtension, make_extensi
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, RecordedFormat
+
+# Time to compare a response with its form, apart from compiling it.
+FORM_CHECK_S = 5.0
 
 
 class GenerationEndpoint(PostEndpoint[ParsedBody]):
@@ -88,7 +92,12 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
             ]
             echo_with_logprobs(prepared, open_choices)
             writer = ResponseWriter(
-                context, open_choices, self._config.keep_alive_s, self._gateway.backlog
+                context,
+                open_choices,
+                self._config.keep_alive_s,
+                self._gateway.backlog,
+                _form(prepared),
+                self._config.grammar_compile_s + FORM_CHECK_S,
             )
             if prepared.body.is_stream:
                 if self._records.has_response:
@@ -204,6 +213,11 @@ def _count_prompts(
     if context.quota is not None:
         outputs = [request.stop_conditions.max_tokens or 0 for request in requests]
         context.quota.reserve(prompt_tokens + sum(outputs) * body.choices_per_prompt)
+
+
+def _form(prepared: PreparedBody) -> ResponseForm | None:
+    has_stop_tokens = bool(prepared.body.stop_token_ids)
+    return form_of(prepared.requests[0], prepared.plan, has_stop_tokens=has_stop_tokens)
 
 
 def _response_info(context: HttpRequest, prepared: PreparedBody) -> ResponseInfo:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.api_keys import Permission
-from common.errors import MeshError
+from common.errors import INVALID_OUTPUT, InternalError, MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.edge.asgi import (
     JSON_HEADER,
@@ -21,6 +21,7 @@ from frontend_svc.edge.asgi import (
 )
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.errors import error_event
+from frontend_svc.generation.form import ResponseForm
 from frontend_svc.generation.pass_through import merge_chunks, without_hits
 from frontend_svc.openai.output.extension import ResponseExtension
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, event
@@ -28,7 +29,7 @@ from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, ChoiceSink
+from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, ChoiceSink, RecordedFormat
 from frontend_svc.text.choice import Choice
 
 # Of a response that is behind, written before others are served: 1 to 2 ms of work.
@@ -38,19 +39,25 @@ PART_TOKENS = 256
 @dataclass(slots=True)
 class OpenChoice:
     """A choice, and the request that generates it. extension: of the response, if this is its only
-    choice. is_finished: its end has been written."""
+    choice. is_finished: its end has been written. is_checked: its form has been checked."""
 
     choice: Choice
     handle: RequestHandle
     buffer: ResponseBuffer
     extension: ResponseExtension | None = None
     is_finished: bool = False
+    is_checked: bool = False
 
 
 class ResponseWriter:
-    """Writes the choices of a response. keep_alive_s: pause before a comment is sent. backlog: of
-    this process. Every method raises the request's error if it ends before the first byte: it
-    becomes an ordinary HTTP error then."""
+    """Writes the choices of a response. Every method raises the request's error if it ends before
+    the first byte: it becomes an ordinary HTTP error then.
+
+    keep_alive_s: pause before a comment is sent.
+    backlog: of this process.
+    form: of the response; None: any.
+    check_s: time limit of the check of a choice's form.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,11 @@ class ResponseWriter:
         choices: Sequence[OpenChoice],
         keep_alive_s: float,
         backlog: Backlog,
+        form: ResponseForm | None = None,
+        check_s: float = 0.0,
     ) -> None:
+        self._form = form
+        self._check_s = check_s
         self._context = context
         self._choices = choices
         self._reader = choices[0].buffer.reader
@@ -70,6 +81,7 @@ class ResponseWriter:
         self._is_ending = False
         # Of the first choice that failed.
         self._error: MeshError | None = None
+        self._has_invalid_output = False
 
     async def stream(self, api_format: ApiFormat) -> None:
         """Sends the events of the tokens that have arrived, in one write. While the client reads
@@ -81,11 +93,22 @@ class ResponseWriter:
                 _raise_error(open_choice.buffer)
         await _start_stream(self._context)
         self._context.progress.stream_format = api_format
+        recorder: ChoiceRecorder | None = None
+        if self._form is not None:
+            recorder = ChoiceRecorder(len(self._choices))
+            api_format = RecordedFormat(api_format, recorder)
         extension = self._choices[0].extension
         events = b"" if extension is None else extension.comments()
         events += api_format.begin() + self._begin(api_format)
         while True:
-            events += await self._catch_up(api_format)
+            new_events = await self._catch_up(api_format)
+            if recorder is not None and self._error is None:
+                await self._check_forms(recorder)
+            if self._has_invalid_output:  # the end of the choice is not written
+                await self._send(body_part(events))
+                assert self._error is not None, "it is invalid because of it"
+                raise self._error
+            events += new_events
             if self._error is not None:
                 events += api_format.error(self._error)
                 break
@@ -137,9 +160,30 @@ class ResponseWriter:
         while self._unfinished:
             await self._reader.wait()
             self._advance(recorder)
+            if self._error is None and not self._unfinished:
+                await self._check_forms(recorder)
             if self._error is not None:
                 raise self._error
         await send_json(self._context, api_format.body(recorder.results, self._usage()))
+
+    async def _check_forms(self, recorder: ChoiceRecorder) -> None:
+        """Sets `_error` if a choice that has finished lacks the form of the response."""
+        if self._form is None:
+            return
+        for open_choice, result in zip(self._choices, recorder.results, strict=True):
+            if not open_choice.is_finished or open_choice.is_checked or self._error is not None:
+                continue
+            open_choice.is_checked = True
+            echo_chars = open_choice.choice.echo_chars
+            try:
+                async with asyncio.timeout(self._check_s):
+                    problem = await asyncio.to_thread(self._form.problem, result, echo_chars)
+            except TimeoutError:
+                problem = f"its form was not checked within {self._check_s:g} s"
+            if problem:
+                text = f"invalid output of the engine: {problem}"
+                self._error = InternalError(text, reason=INVALID_OUTPUT)
+                self._has_invalid_output = True
 
     def _begin(self, sink: ChoiceSink) -> bytes:
         return b"".join([open_choice.choice.begin(sink) for open_choice in self._choices])
@@ -160,15 +204,25 @@ class ResponseWriter:
         """Writes the tokens that have arrived, as `_advance`; sets `_is_ending` if a choice
         ends."""
         events = b""
-        self._is_ending = False
+        self._is_ending = self._error is not None
         for open_choice in self._choices:
             choice, buffer = open_choice.choice, open_choice.buffer
             token_ids, logprobs = buffer.take() if most is None else buffer.take_part(most)
-            if token_ids and not choice.is_complete:
-                events += choice.write_tokens(token_ids, logprobs, sink)
+            if token_ids and not choice.is_complete and not open_choice.is_finished:
+                try:
+                    events += choice.write_tokens(token_ids, logprobs, sink)
+                except MeshError as error:  # the text of a token is not known
+                    self._fail(open_choice, error)
             if choice.is_complete or buffer.outcome is not None:
                 self._is_ending = self._is_ending or not open_choice.is_finished
         return events
+
+    def _fail(self, open_choice: OpenChoice, error: MeshError) -> None:
+        """Ends the response, and the request of a choice, with an error."""
+        self._error = self._error or error
+        open_choice.is_finished = self._is_ending = self._has_invalid_output = True
+        self._unfinished -= 1
+        open_choice.handle.fail(error, "invalid_output")
 
     def _finish(self, open_choice: OpenChoice, outcome: RequestOutcome, sink: ChoiceSink) -> bytes:
         open_choice.is_finished = True

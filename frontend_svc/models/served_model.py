@@ -178,14 +178,17 @@ class ServedModel:
     def detokenizer(
         self, *, for_parser: bool = False, skips_special: bool = True
     ) -> Detokenizer | StreamDetokenizer:
-        """Returns the detokenizer of a response. for_parser: whether markers of calls and
-        reasoning have a text. skips_special: False if all special tokens have one."""
-        if not skips_special:
-            return StreamDetokenizer(self.tokenizer, skip_special_tokens=False)
+        """Returns the detokenizer of a response; it raises InternalError for an unknown id.
+        for_parser: whether markers of calls and reasoning have a text. skips_special: False if all
+        special tokens have one."""
         vocabulary = self.parser_vocabulary if for_parser else self.vocabulary
-        if vocabulary is None:
-            return StreamDetokenizer(self.tokenizer, skip_special_tokens=not for_parser)
-        return Detokenizer(vocabulary)
+        if skips_special and vocabulary is not None:
+            return Detokenizer(vocabulary, is_strict=True)
+        return StreamDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=skips_special and not for_parser,
+            ids_below=self.vocab_size,
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, also of a special one; none for an unknown id."""

@@ -41,7 +41,7 @@ class Choice:
     """Writes the output of one choice.
 
     parser: None if the whole text is content.
-    echo: text that is written first.
+    echo: text that is written first; echo_chars: its length.
     token_bytes: returns the bytes of an id, for log probabilities; None: the client requested none.
     counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
     is_complete: whether the response is complete although the model may continue.
@@ -61,6 +61,7 @@ class Choice:
         self._echo = echo
         # Characters of the prompt in the text.
         self._echoed = 0
+        self.echo_chars = len(echo)
         self._text = text
         self._parser = parser
         self._token_bytes = token_bytes

@@ -15,7 +15,8 @@ Invariants of `Detokenizer`:
   tokens is invalid, the tokenizer's decoder turns *every* byte of the run into U+FFFD, including
   complete characters. Here the complete characters before the first invalid byte have already been
   sent; every byte after them is one U+FFFD, as in the tokenizer's decoder.
-- Unknown ids have no text, as in ``tokenizer.decode``.
+- Unknown ids have no text, as in ``tokenizer.decode``; for the output of a worker (`is_strict`)
+  they are an error, since the text would lack what the model has written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from common.errors import INVALID_OUTPUT, InternalError
 
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so this many tokens that end in U+FFFD are not an incomplete
@@ -110,10 +113,12 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Converts the ids of one response to text; see the module for its invariants."""
+    """Converts the ids of one response to text; see the module for its invariants. is_strict:
+    whether an unknown id raises InternalError."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, is_strict: bool = False) -> None:
         self._vocabulary = vocabulary
+        self._is_strict = is_strict
         self._lookup: Callable[[int], str] = vocabulary.texts.__getitem__
         self._pending = b""  # bytes of an incomplete character
         # Inside a run of byte tokens with an invalid byte (byte-fallback).
@@ -149,6 +154,8 @@ class Detokenizer:
                 # A skipped or unknown token does not end the character around it.
                 is_special = token_id in self._vocabulary.special_ids
                 raw = None if is_special else self._vocabulary.raw.get(token_id)
+                if raw is None and not is_special and self._is_strict:
+                    raise _unknown_token(token_id)
                 text = "" if raw is None else join(token_id, raw)
             pieces.append(text)
         if self._strip_left:
@@ -207,10 +214,18 @@ class StreamDetokenizer:
     U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers` is similar and
     faster, but cannot return withheld text at the end, and withholds without limit.) Exact if the
     text is valid UTF-8 and the decoding of a window does not depend on the text before it.
-    skip_special_tokens: whether they have no text."""
+    skip_special_tokens: whether they have no text. ids_below: larger ids raise InternalError; None:
+    they have no text."""
 
-    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenDecoder,
+        *,
+        skip_special_tokens: bool = True,
+        ids_below: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._ids_below = ids_below
         self._skip_special_tokens = skip_special_tokens
         self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
@@ -218,6 +233,8 @@ class StreamDetokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text that each token adds, one piece per token, "" if it adds none yet."""
+        if self._ids_below is not None and (largest := max(token_ids)) >= self._ids_below:
+            raise _unknown_token(largest)
         return [self._step(token_id) for token_id in token_ids]
 
     def finish(self) -> str:
@@ -250,6 +267,11 @@ class StreamDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+
+def _unknown_token(token_id: int) -> InternalError:
+    text = f"the worker sent token id {token_id}, which the model's tokenizer does not have"
+    return InternalError(text, reason=INVALID_OUTPUT)
 
 
 def _parse_spec(raw: str | bytes) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""The form that a request asks of its response, and whether a response has it (pure).
+
+A response that ends by itself has the form completely, or it is an error. One that `max_tokens` or
+a stop of the client ends may be incomplete, and `finish_reason` shows it.
+
+The constraint is compiled again, for single bytes, with any white space in JSON that no pattern
+forbids: engines differ in what they write there. It says nothing about how an engine restricts the
+text around tool calls, so of these the calls themselves are checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.request.grammar import ConstraintError, matches_constraint
+from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
+from frontend_svc.openai.body.tool_calls import ANY_OBJECT, ToolPlan
+from frontend_svc.text.api_format import ChoiceResult
+from frontend_svc.tools.deltas import CallArguments, CallStart, Content
+
+# Why a response may end without its form.
+_INCOMPLETE_REASONS = ("length", "content_filter")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    """What the choices of a response must be."""
+
+    guided: GuidedDecoding | None
+    """Constraint of the content; None: the content is free."""
+
+    plan: ToolPlan | None
+    """Tools; a forced plan needs calls in place of content."""
+
+    def problem(self, choice: ChoiceResult, echo_chars: int) -> str:
+        """Returns what the form lacks, "" if nothing. Takes milliseconds, with large constraints
+        up to seconds. echo_chars: characters of the prompt at the begin of the content."""
+        end = choice.end
+        if end.reason in _INCOMPLETE_REASONS or end.stop_string is not None:
+            return ""
+        calls: dict[int, tuple[str, list[str]]] = {}
+        content: list[str] = []
+        for delta in choice.deltas:
+            match delta:
+                case CallStart(index, name):
+                    calls[index] = (name, [])
+                case CallArguments(index, text):
+                    calls[index][1].append(text)
+                case Content(text):
+                    content.append(text)
+        if calls:
+            return self._calls_problem({n: (name, "".join(a)) for n, (name, a) in calls.items()})
+        if self.plan is not None and self.plan.is_forced:
+            return "the response has no tool call"
+        return self._content_problem("".join(content)[echo_chars:])
+
+    def _content_problem(self, text: str) -> str:
+        if self.guided is None:
+            return ""
+        if not _matches(self.guided, text):
+            return "the response does not match the constraint of the request"
+        return ""
+
+    def _calls_problem(self, calls: Mapping[int, tuple[str, str]]) -> str:
+        """Only the schema of a strict function is enforced for certain."""
+        plan = self.plan
+        if plan is None:
+            return ""
+        functions = {function.name: function for function in plan.functions}
+        for name, arguments in calls.values():
+            function = functions.get(name)
+            if function is None and plan.is_forced:
+                return f"the response calls the function {name!r}, which the request does not offer"
+            is_strict = function is not None and function.is_strict
+            if not (plan.is_forced or is_strict):
+                continue
+            schema = function.schema if function is not None and is_strict else ANY_OBJECT
+            if not _matches(GuidedDecoding(json=dict(schema)), arguments):
+                return f"the arguments of the call of {name!r} do not match its parameters"
+        return ""
+
+
+def _matches(guided: GuidedDecoding, text: str) -> bool:
+    if guided.json is not None:
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+    try:
+        return matches_constraint(guided, text)
+    except ConstraintError:
+        return True  # nothing is known
+
+
+def form_of(
+    request: PreprocessedRequest, plan: ToolPlan | None, *, has_stop_tokens: bool
+) -> ResponseForm | None:
+    """Returns the form of a response; None if it may have any. has_stop_tokens: whether the client
+    names tokens that end it before it is complete."""
+    guided = request.sampling_options.guided_decoding
+    if guided is not None and (guided.best_effort or guided.structural_tag is not None):
+        guided = None
+    needs_calls = plan is not None and (
+        plan.is_forced or any(function.is_strict for function in plan.functions)
+    )
+    if has_stop_tokens or (guided is None and not needs_calls):
+        return None
+    return ResponseForm(guided, plan if needs_calls else None)
