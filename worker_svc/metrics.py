@@ -15,7 +15,7 @@ PREFIX = "kvmesh_worker"
 # Outcomes of requests, and the runner's other counters.
 OUTCOMES = (
     *("accepted", "rejected", "finished", "stopped", "failed", "closed"),
-    *("stops_forced", "aborts_deferred"),
+    *("stops_forced", "aborts_deferred", "stalled", "invalid_output"),
 )
 _GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
     "running_requests": ("Requests being computed", lambda load: load.running),

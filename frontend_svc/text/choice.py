@@ -40,11 +40,12 @@ class PromptTokens:
 class Choice:
     """Writes the output of one choice.
 
-    parser: None if the whole text is content.
-    echo: text that is written first; echo_chars: its length.
-    token_bytes: returns the bytes of an id, for log probabilities; None: the client requested none.
-    counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
-    is_complete: whether the response is complete although the model may continue.
+    - parser: None if the whole text is content.
+    - echo: text that is written first; echo_chars: its length.
+    - token_bytes: returns the bytes of an id, for log probabilities; None: the client requested
+      none.
+    - counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
+    - is_complete: whether the response is complete although the model may continue.
     """
 
     def __init__(

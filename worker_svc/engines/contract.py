@@ -402,38 +402,43 @@ class OutputRules:
     max_tokens: the most tokens of the output; None: no limit.
     """
 
+    __slots__ = ("_has_terminal", "_ids_below", "_request_id", "_tokens_left")
+
     def __init__(
         self, request_id: str, *, vocab_size: int | None = None, max_tokens: int | None = None
     ) -> None:
         self._request_id = request_id
         self._ids_below = _ID_LIMIT if vocab_size is None else vocab_size
-        self._max_tokens = math.inf if max_tokens is None else max_tokens
-        self._tokens = 0
+        self._tokens_left = math.inf if max_tokens is None else max_tokens
         self._has_terminal = False
 
     def check(self, output: LLMEngineOutput) -> None:
         """Raises InternalError with INVALID_OUTPUT if the output breaks a rule."""
         if self._has_terminal:
             raise self._broken("chunk after the terminal chunk")
-        self._has_terminal = output.finish_reason is not None
-        token_ids = output.token_ids
-        if token_ids:
-            # Once a chunk, with functions at the speed of C.
-            try:
-                largest = max(array("I", token_ids))
-            except (OverflowError, TypeError):
-                raise self._broken("a token id is no integer from 0 to 2**32 - 1") from None
+        if output.finish_reason is not None:
+            self._has_terminal = True
+        if token_ids := output.token_ids:
+            largest = token_ids[0]
+            if len(token_ids) > 1 or type(largest) is not int or largest < 0:
+                largest = self._largest(token_ids)
             if largest >= self._ids_below:
                 text = f"token id {largest} is outside of the vocabulary of {self._ids_below} ids"
                 raise self._broken(text)
-            self._tokens += len(token_ids)
-            if self._tokens > self._max_tokens:
-                text = f"{self._tokens} tokens were sent, {self._max_tokens} were requested"
-                raise self._broken(text)
+            self._tokens_left -= len(token_ids)
+            if self._tokens_left < 0:
+                raise self._broken(f"{-self._tokens_left} tokens more than max_tokens")
         if output.logprobs:
             self._check_logprobs(output)
         if output.chunk_json is not None and not isinstance(output.chunk_json, bytes):
             raise self._broken("chunk_json is no bytes")
+
+    def _largest(self, token_ids: Sequence[int]) -> int:
+        """Returns the largest of several ids, at the speed of C."""
+        try:
+            return max(array("I", token_ids))
+        except (OverflowError, TypeError):
+            raise self._broken("a token id is no integer from 0 to 2**32 - 1") from None
 
     def _check_logprobs(self, output: LLMEngineOutput) -> None:
         logprobs = output.logprobs
@@ -444,11 +449,10 @@ class OutputRules:
         ids = [logprob.token_id for logprob in logprobs] + [top.token_id for top in tops]
         values = [logprob.logprob for logprob in logprobs] + [top.logprob for top in tops]
         try:
-            largest = max(array("I", ids))
             array("d", values)
-        except (OverflowError, TypeError):
-            raise self._broken("a log probability has no token id, or is no number") from None
-        if largest >= self._ids_below:
+        except TypeError:
+            raise self._broken("a log probability is no number") from None
+        if (largest := self._largest(ids)) >= self._ids_below:
             raise self._broken(f"log probability of token id {largest} outside of the vocabulary")
 
     def end(self) -> None:

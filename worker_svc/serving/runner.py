@@ -278,6 +278,9 @@ class Runner:
                     span.drop()
                 raise
             outcome = "failed"
+            if failure.reason == INVALID_OUTPUT:
+                self.counters["invalid_output"] += 1
+                log.error("invalid_output", message=failure.message)
             if span is not None:
                 span.fail(failure)
             if failure is error:
@@ -296,7 +299,8 @@ class Runner:
         ABORT_GRACE_S of an abort. Raises what the engine raises, and the failure of a request that
         the watch ended."""
         now = asyncio.get_running_loop().time
-        watched, rules = active_request.watched, self._rules_of(active_request.leg_request)
+        rules = self._rules_of(active_request.leg_request)
+        watched, rank, check = active_request.watched, active_request.watched.rank, rules.check
         terminal: LLMEngineOutput | None = None
         abort_timeout = active_request.abort_timeout = asyncio.timeout(None)
         outputs = self._stream(active_request)
@@ -308,17 +312,18 @@ class Runner:
                 if active_request.ctx.is_stopped:  # aborted before its start
                     self._start_abort_grace(abort_timeout)
                 async for output in outputs:
-                    rules.check(output)
-                    if output.finish_reason not in _NO_OUTPUT_REASONS:
+                    check(output)
+                    reason = output.finish_reason
+                    if reason is None or reason not in _NO_OUTPUT_REASONS:
                         self.last_output_at = now()
-                    if watched.output_at >= 0:
-                        watched.output_at = watched.rank.continued_at = self.last_output_at
+                    if watched.output_at >= 0.0:
+                        watched.output_at = rank.continued_at = self.last_output_at
                     elif output.token_ids or output.chunk_json is not None:
                         self._watch.start(watched, now())
                         active_request.ctx.notify_first_token()
                         self._started_tokens += active_request.pending_tokens
                         self._drop_pending(active_request)
-                    if output.finish_reason is None:
+                    if reason is None:
                         emit(output)
                     else:
                         # Continue reading: a further chunk breaks the rules.
@@ -500,8 +505,6 @@ def _failure_of(active_request: _ActiveRequest, error: BaseException) -> MeshErr
     """Returns the typed error of a request if its run raised `error`; None if its task was
     cancelled."""
     if isinstance(error, MeshError):
-        if error.reason == INVALID_OUTPUT:
-            log.error("invalid_output", message=error.message)
         return error
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

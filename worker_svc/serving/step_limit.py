@@ -106,9 +106,11 @@ class StepLimits:
     ) -> None:
         """Measures; call it about every TICK_S while requests are open.
 
-        started_tokens: tokens of all prompts that had output, used for engines that do not report
-        `prefill_tokens`. pending_tokens: of those that had none yet; longest_prompt: of the longest
-        of these. now: seconds.
+        - started_tokens: tokens of all prompts that had output, used for engines that do not report
+          `prefill_tokens`.
+        - pending_tokens: of those that had none yet.
+        - longest_prompt: of the longest of these.
+        - now: seconds.
         """
         for load in loads:
             tokens = min(max(pending_tokens, load.waiting_tokens), self._settings.tokens_max)

@@ -267,18 +267,18 @@ def logprob(token_id: int, value: float = -1.0) -> TokenLogprob:
 INVALID: dict[str, Any] = {
     "outside of the vocabulary of 1000 ids": [chunk.token(1000)],
     "no integer from 0": [chunk.token(-1)],
-    "to 2\\*\\*32 - 1": [chunk.token(2**32)],
+    "to 2\\*\\*32 - 1": [LLMEngineOutput(token_ids=(1, 2**32))],
     "a token id is no integer": [LLMEngineOutput(token_ids=(1, 2.5))],  # type: ignore[arg-type]
     "is no integer": [LLMEngineOutput(token_ids=(1, None))],  # type: ignore[arg-type]
-    "4 tokens were sent, 3 were requested": [
+    "1 tokens more than max_tokens": [
         LLMEngineOutput(token_ids=(1, 2)),
         LLMEngineOutput(token_ids=(3, 4), finish_reason=FinishReason.LENGTH),
     ],
     "chunk after the terminal chunk": [chunk.stop(), chunk.token(1)],
     "1 log probabilities for 2 tokens": [LLMEngineOutput(token_ids=(1, 2), logprobs=[logprob(1)])],
-    "has no token id": [LLMEngineOutput(token_ids=(1,), logprobs=[logprob(-1)])],
+    "a token id is no integer from": [LLMEngineOutput(token_ids=(1,), logprobs=[logprob(-1)])],
     "log probability of token id 1000": [LLMEngineOutput(token_ids=(1,), logprobs=[logprob(1000)])],
-    "or is no number": [
+    "a log probability is no number": [
         LLMEngineOutput(token_ids=(1,), logprobs=[logprob(1, None)])  # type: ignore[arg-type]
     ],
     "chunk_json is no bytes": [LLMEngineOutput(chunk_json="{}")],  # type: ignore[arg-type]

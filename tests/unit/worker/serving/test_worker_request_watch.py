@@ -91,6 +91,7 @@ async def steady(load: Sent, tasks: asyncio.TaskGroup, seconds: float, rate: flo
         await asyncio.sleep(1 / rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["lose", "swallow", "stall", "endless"])
 @pytest.mark.parametrize("rate", [0.5, 8.0, 40.0])
 def test_a_lost_request_ends_within_ten_seconds_while_others_go_on(fault: str, rate: float) -> None:
@@ -120,6 +121,7 @@ def test_a_lost_request_ends_within_ten_seconds_while_others_go_on(fault: str, r
     assert sum(1 for error in load.ended.values() if error is not None) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["lose", "swallow", "stall", "endless"])
 def test_all_requests_of_an_engine_that_loses_each_end_within_ten_seconds(fault: str) -> None:
     async def main() -> Sent:
@@ -140,6 +142,7 @@ def test_all_requests_of_an_engine_that_loses_each_end_within_ten_seconds(fault:
     assert max(load.took_s.values()) <= NOTICED_S - PROBE_WAIT_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0.5, 1.5, 4.0])
 def test_with_slow_steps_a_loss_is_noticed_within_twice_the_step_limit(step_s: float) -> None:
     limit_s = max(3 * step_s, 2.0)
@@ -206,6 +209,7 @@ def test_no_request_of_a_healthy_engine_ends_under_overload(name: str, seed: int
     assert name != "little memory" or preemptions
 
 
+@pytest.mark.slow
 def test_a_lost_request_ends_although_the_queue_never_empties() -> None:
     """More requests are quiet than wait, and later ones had output before the lost one."""
 
@@ -234,6 +238,7 @@ def test_a_lost_request_ends_although_the_queue_never_empties() -> None:
     assert load.stalled() == {"lost"}
 
 
+@pytest.mark.slow
 def test_a_long_prompt_in_many_steps_is_not_lost() -> None:
     async def main() -> Sent:
         engine = engine_of(max_num_batched_tokens=512)
@@ -252,6 +257,7 @@ def test_a_long_prompt_in_many_steps_is_not_lost() -> None:
     assert load.stalled() == set()
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_and_a_stalled_process_lose_no_request() -> None:
     """Frontends notice them: the rank makes no step, or the worker sends no heartbeat."""
 
