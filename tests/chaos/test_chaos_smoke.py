@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.chaos.cases import DEATH_PAUSE_S, Case, all_cases
+from tests.chaos import gray
+from tests.chaos.cases import DEATH_PAUSE_S, GRAY_CASES, Case, all_cases
 from tests.chaos.client import Reply, content_of
 from tests.chaos.drive import Observations, report, run_case
 from tests.chaos.storm import storm
@@ -68,6 +70,37 @@ def test_an_incomplete_response_is_an_error() -> None:
     for cut in (head[:-2], whole[:-5], whole[:-8]):
         with pytest.raises(ValueError, match=r"ended|not found"):
             content_of(cut)
+
+
+def test_a_gray_case_reports_errors_wrong_responses_hangs_and_the_way_back(oracle: Oracle) -> None:
+    def reply(begun_at: float, **fields: Any) -> Reply:
+        good = exact_reply(oracle, "A stream", begun_at=begun_at)
+        return replace(good, first_at=begun_at + 0.2, last_at=begun_at + 0.9, **fields)
+
+    run = gray.GrayRun(
+        replies=[
+            reply(99.0, error="before the fault"),
+            reply(101.0, error="early"),
+            reply(106.0, error="late"),
+            reply(107.0, text="shortened"),
+            reply(108.0, ended_at=115.0),
+        ],
+        fault_at=100.0,
+        well_at=110.0,
+        accepted_at=[99.5, 100.4, 103.0, 112.5, 113.0],
+    )
+    line = gray.report(GRAY_CASES[0], run, oracle)
+    figures = ("requests", "errors", "errors_after_5s", "wrong", "longest_hang_s")
+    assert tuple(line[name] for name in figures) == (4, 2, 1, 1, 6.1)
+    assert (line["out_s"], line["back_s"]) == (3.0, 2.5)
+    assert line["missed"] == ["errors_after_5s", "wrong"]
+    assert gray.total([line, line]) == {
+        "requests": 8,
+        "error_share": 0.5,
+        "errors_after_5s": 2,
+        "wrong": 2,
+        "longest_hang_s": 6.1,
+    }
 
 
 @pytest.mark.slow
