@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import time
@@ -54,6 +55,7 @@ SETTLED_AFTER_S = 5.0
 # Of the requests of a case, drawn in turns.
 OUTPUT_TOKENS = (4, 16, 8, 48)
 ERROR_SHARE_MAX = 0.01
+_REQUEST_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ def report(case: GrayCase, run: GrayRun, oracle: Oracle) -> dict[str, Any]:
         "out_s": round(last - run.fault_at, 2) if run.well_at - last >= OUT_FOR_S else None,
         "back_s": round(min(after) - run.well_at, 2) if after else None,
     }
-    why = Counter(reply.error[:100] for reply in failed).most_common(3)
+    why = Counter(_REQUEST_ID.sub("ID", reply.error)[:100] for reply in failed).most_common(3)
     return {**line, "missed": _missed(line), **({"why": dict(why)} if why else {})}
 
 

@@ -112,12 +112,14 @@ class EngineProbe:
                 continue
             await self.check_now()
 
-    async def check_now(self) -> None:
-        """Sends a probe at once; its result counts as that of a due one."""
+    async def check_now(self) -> bool:
+        """Sends a probe at once, whose result counts as that of a due one. Returns whether the
+        engine responds."""
         self._failed_requests = self.runner.counters["failed"]
         failure = await self._probe()
         self._last_probe_at = asyncio.get_running_loop().time()
         await self._set_failure(failure, "the engine responded to a probe")
+        return not failure
 
     def _next_probe_at(self) -> float:
         if self.is_alive and not self._has_failed_request:

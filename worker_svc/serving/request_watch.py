@@ -4,18 +4,18 @@ A request is quiet from its last output on, at first from its admission. The wat
 of the engine every SAMPLE_S and counts samples that nothing but a loss explains:
 
 - idle: the rank has no request and makes no step. It may be in a first step that it does not
-  report yet; then the step limit is the least time.
+  report yet. A response to a later probe proves that it is not, and so does the step limit.
 - the request had no output yet, and the rank makes a step in which it computes no prompt, or in
   which its prompt must have been computed: the rank has computed as many tokens since as there were
   in all prompts before it and its own.
 - the request had output, and another started request of its rank has more.
 
-A request is overdue after QUIET_S and SAMPLES_MIN such samples. The queue explains requests if the
-rank reports, at some sample, as many waiting ones (for a slot, for memory, for KV of another
-worker) as there are requests without output and quiet ones. If the rank reports fewer, the
-difference is how many may be lost; while some wait, only those that a later request without a
-higher priority has passed. A request that the queue explains starts anew: when it leaves the queue,
-it has the whole time again.
+A request is overdue after QUIET_S and SAMPLES_MIN such samples. It is not lost if it may wait, for
+a slot, for memory or for KV of another worker: if the rank reports waiting requests at each sample,
+and at some sample as many as there are requests without output and quiet ones. If it reports fewer,
+the difference is how many may be lost; of these only those that a later request without a higher
+priority has passed. A request that may wait starts anew: when it leaves the queue, it has the whole
+time again.
 
 What also explains silence:
 
@@ -86,17 +86,23 @@ class RankActivity:
     unstarted: int = 0
     """Open requests without output."""
 
-    waiting: int = 0
-    missing: int | None = None
-    """Requests without output that are not reported to wait: fewest of a sample since the check."""
+    # Of the samples since the last check, the fewest:
+    waiting_min: int | None = None
+    """Waiting requests."""
+
+    queued_min: int | None = None
+    """Waiting requests and open rooms."""
+
+    missing_min: int | None = None
+    """Requests without output that are in neither."""
 
     def sample(self, load: Load, sampled_at: float, now: float) -> None:
         """sampled_at: time of the sample before."""
         last, self.load = self.load, load
-        waiting = self.waiting = load.waiting + load.rooms_open
-        missing = self.unstarted - waiting
-        if self.missing is None or missing < self.missing:
-            self.missing = missing
+        queued = load.waiting + load.rooms_open
+        self.waiting_min = _fewest(self.waiting_min, load.waiting)
+        self.queued_min = _fewest(self.queued_min, queued)
+        self.missing_min = _fewest(self.missing_min, self.unstarted - queued)
         if last is None:
             return
         computed = max(0, load.prefill_tokens - last.prefill_tokens)
@@ -110,7 +116,7 @@ class RankActivity:
         self.continued += self.continued_at > sampled_at
         if load.kv_total_blocks and load.kv_used_blocks > KV_FULL * load.kv_total_blocks:
             self.full_at = now
-        has_work = load.running or waiting or last.running or last.waiting or last.rooms_open
+        has_work = load.running or queued or last.running or last.waiting or last.rooms_open
         self.idle += not has_work and not has_stepped
 
 
@@ -141,6 +147,9 @@ class WatchedRequest:
 
     seen_output_at: float = -1.0
     """`output_at` at the last check."""
+
+    needs_proof: bool = False
+    """Of a lost one: whether that is certain only after the response to a later probe."""
 
     is_watched: bool = True
     """False if it is being ended anyway."""
@@ -228,26 +237,30 @@ class RequestWatch:
         for rank, candidates in quiet.items():
             lost += self._find_lost(rank, candidates, pending_tokens, now)
         for rank in self._ranks.values():
-            rank.missing = None
+            rank.waiting_min = rank.queued_min = rank.missing_min = None
         self._checked_at = now
         return lost
 
     def _find_lost(
         self, rank: RankActivity, quiet: list[WatchedRequest], pending_tokens: int, now: float
     ) -> list[WatchedRequest]:
-        """Returns the lost ones of the quiet requests of a rank; those that its queue explains
-        start anew."""
-        lost_max = (rank.missing or 0) + sum(request.is_started for request in quiet)
-        if lost_max <= 0:
-            explained, lost = quiet, []
-        else:
-            overdue = [request for request in quiet if self._is_overdue(request, now)]
-            lost = [r for r in overdue if not rank.waiting or _is_passed(r)]
-            lost = sorted(lost, key=lambda request: request.quiet_since)[:lost_max]
-            explained = [request for request in overdue if request not in lost]
-        for request in explained:
-            own_tokens = request.context_tokens if request.is_started else 0
-            self._restart(request, pending_tokens + own_tokens, now)
+        """Returns the lost ones of the quiet requests of a rank."""
+        started = [request for request in quiet if request.is_started]
+        unstarted = [request for request in quiet if not request.is_started]
+        lost_max = (rank.missing_min or 0) + len(started)
+        lost: list[WatchedRequest] = []
+        for requests, queued_min in ((started, rank.waiting_min), (unstarted, rank.queued_min)):
+            overdue = [request for request in requests if self._is_overdue(request, now)]
+            if not queued_min:
+                lost += overdue
+                continue
+            passed = [request for request in overdue if _is_passed(request)] if lost_max > 0 else []
+            passed.sort(key=lambda request: request.quiet_since)
+            lost += passed[: max(0, lost_max)]
+            for request in requests if lost_max <= 0 else overdue:
+                if request not in lost:
+                    own_tokens = request.context_tokens if request.is_started else 0
+                    self._restart(request, pending_tokens + own_tokens, now)
         return lost
 
     def _restart(self, request: WatchedRequest, tokens: int, now: float) -> None:
@@ -290,9 +303,10 @@ class RequestWatch:
         quiet_s = now - request.quiet_since
         if quiet_s < QUIET_S + (0.0 if request.is_started else request.preparation_s):
             return False
-        if rank.idle - request.idle >= IDLE_SAMPLES_MIN and (
-            self._is_unreported(request) or quiet_s >= self._idle_limit_s(rank)
-        ):
+        request.needs_proof = False
+        if rank.idle - request.idle >= IDLE_SAMPLES_MIN:
+            is_late = quiet_s >= self._idle_limit_s(rank)
+            request.needs_proof = not (is_late or self._is_unreported(request))
             return True
         if request.is_opaque or rank.load is None or rank.load.dp_rank == ANY_RANK:
             return False
@@ -306,6 +320,10 @@ class RequestWatch:
 
     def _idle_limit_s(self, rank: RankActivity) -> float:
         return IDLE_LIMITS * self._limit_s(0 if rank.load is None else rank.load.dp_rank)
+
+
+def _fewest(fewest: int | None, count: int) -> int:
+    return count if fewest is None or count < fewest else fewest
 
 
 def _is_passed(request: WatchedRequest) -> bool:

@@ -85,6 +85,16 @@ class _ActiveRequest:
     abort_task: asyncio.Task[None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StalledRequest:
+    """A request that the engine has lost. output_at: of its last output; needs_proof: see
+    WatchedRequest."""
+
+    key: int
+    output_at: float
+    needs_proof: bool
+
+
 class Runner:
     """Admits requests and runs them on one engine.
 
@@ -418,24 +428,25 @@ class Runner:
         except Exception:
             log.exception("engine_abort_failed", request_id=active_request.leg_request.request_id)
 
-    def find_stalled(self, now: float) -> dict[int, float]:
-        """Returns the keys of the requests that the engine has lost, with the times of their last
-        output; call it every SAMPLE_S."""
+    def find_stalled(self, now: float) -> list[StalledRequest]:
+        """Returns the requests that the engine has lost; call it every SAMPLE_S."""
         if not self._watch.sample(self.engine.loads(), now):
-            return {}
+            return []
         requests = self._active_requests
         keys = {request.watched: key for key, request in requests.items()}
         lost = self._watch.check(keys, self._pending_tokens, now)
         for request in requests.values():
             if request.pending_tokens and self._watch.has_no_prompt_left(request.watched):
                 self._drop_pending(request)  # it does not lengthen a step any more
-        return {keys[watched]: watched.output_at for watched in lost}
+        return [StalledRequest(keys[w], w.output_at, needs_proof=w.needs_proof) for w in lost]
 
-    async def end_stalled(self, key: int, output_at: float) -> None:
+    async def end_stalled(self, stalled: StalledRequest) -> None:
         """Ends a request that the engine has lost: `run` raises WorkerLost. No effect if it has
-        ended, was stopped, or had output after `output_at`."""
-        request = self._active_requests.get(key)
-        if request is None or request.ctx.is_stopped or request.watched.output_at != output_at:
+        ended, was stopped, or has had output meanwhile."""
+        key, request = stalled.key, self._active_requests.get(stalled.key)
+        if request is None or request.ctx.is_stopped:
+            return
+        if request.watched.output_at != stalled.output_at:
             return
         watched = request.watched
         quiet_s = asyncio.get_running_loop().time() - watched.quiet_since

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import structlog
+
 from common.runtime.tasks import TaskGroup
 from worker_svc.serving.request_watch import SAMPLE_S
 from worker_svc.serving.runner import Runner
@@ -14,21 +16,23 @@ from worker_svc.serving.runner import Runner
 PROBE_WAIT_S = 2.0
 PROBE_WAIT_LIMITS = 0.5
 
+log = structlog.get_logger()
+
 
 class StalledRequests:
     """Ends the lost requests of a runner.
 
-    probe: sends a probe to the engine and returns when it has a result; None: no probes. The probe
-    decides whether the engine counts as alive. The requests end in any case: either the engine has
-    lost them, or it does not respond.
+    probe: sends a probe and returns, when it has a result, whether the engine responds; None: no
+    probes. It decides whether the engine counts as alive, and whether the requests that need a
+    proof are lost. The others end in any case.
     """
 
     def __init__(
-        self, runner: Runner, probe: Callable[[], Coroutine[Any, Any, None]] | None
+        self, runner: Runner, probe: Callable[[], Coroutine[Any, Any, bool]] | None
     ) -> None:
         self._runner = runner
         self._probe = probe
-        self._probing: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[bool] | None = None
         self._wait_until = 0.0
 
     async def run(self) -> None:
@@ -39,20 +43,30 @@ class StalledRequests:
                 await asyncio.sleep(SAMPLE_S)
                 if not self._runner.open_requests:
                     continue
-                stalled = self._runner.find_stalled(now())
+                try:
+                    stalled = self._runner.find_stalled(now())
+                except Exception as error:  # the engine's
+                    log.warning("engine_loads_failed", error=repr(error))
+                    continue
                 if not stalled:
                     continue
-                await self._wait_for_probe(tasks)
-                for key, output_at in stalled.items():
-                    await self._runner.end_stalled(key, output_at)
+                needs_proof = any(request.needs_proof for request in stalled)
+                responds = await self._wait_for_probe(tasks, needs_proof=needs_proof)
+                for request in stalled:
+                    if responds or not request.needs_proof:
+                        await self._runner.end_stalled(request)
 
-    async def _wait_for_probe(self, tasks: TaskGroup) -> None:
+    async def _wait_for_probe(self, tasks: TaskGroup, *, needs_proof: bool) -> bool:
+        """Returns whether the engine responds to a probe."""
         if self._probe is None:
-            return
-        now = asyncio.get_running_loop().time()
-        if self._probing is None or self._probing.done():
-            self._probing = tasks.create_task(self._probe())
+            return False
+        now, probing = asyncio.get_running_loop().time(), self._probing
+        is_late = probing is not None and not probing.done() and now >= self._wait_until
+        if is_late and not needs_proof:
+            return False
+        if probing is None or probing.done() or is_late:
+            probing = self._probing = tasks.create_task(self._probe())
             limit_s = self._runner.step_limits.measured_s
             self._wait_until = now + max(PROBE_WAIT_S, PROBE_WAIT_LIMITS * limit_s)
-        # A probe without a result proves for further requests too that the engine does not respond.
-        await asyncio.wait([self._probing], timeout=max(0.0, self._wait_until - now))
+        await asyncio.wait([probing], timeout=max(0.0, self._wait_until - now))
+        return probing.done() and not probing.cancelled() and probing.result()

@@ -281,6 +281,32 @@ def test_a_frozen_engine_and_a_stalled_process_lose_no_request() -> None:
     assert load.stalled() == set()
 
 
+@pytest.mark.parametrize(("responds", "within_s"), [(True, 6.0), (False, 92.0)])
+def test_a_response_to_a_probe_proves_that_an_idle_engine_is_in_no_step(
+    within_s: float, *, responds: bool
+) -> None:
+    """Without a step so far, the step limit is a minute."""
+
+    async def probe() -> bool:
+        await asyncio.sleep(0.01 if responds else 1000.0)
+        return responds
+
+    async def main() -> Sent:
+        engine = engine_of()
+        await engine.start(1)
+        load = Sent(Runner(engine))
+        watch = asyncio.create_task(StalledRequests(load.runner, probe).run())
+        engine.fault = "lose"
+        await load.send("lost")
+        watch.cancel()
+        await engine.cleanup()
+        return load
+
+    load = run_virtually(main())
+    assert load.stalled() == {"lost"}
+    assert within_s - 2.0 <= load.took_s["lost"] <= within_s
+
+
 # The rules, sample by sample.
 
 
@@ -304,7 +330,8 @@ class Samples:
         for number in range(600):
             self.now += 0.1
             is_due = self.watch.sample(loads[min(number, len(loads) - 1)], self.now)
-            if is_due and self.watch.check(self.requests, 0, self.now):
+            lost = self.watch.check(self.requests, 0, self.now) if is_due else []
+            if any(not request.needs_proof for request in lost):
                 return self.now - began
         return None
 
@@ -323,12 +350,21 @@ def test_a_request_waits_for_kv_as_long_as_its_room_is_open() -> None:
 def test_a_started_request_waits_for_memory() -> None:
     samples = Samples()
     request = samples.admit()
-    request.output_at = 0.0
+    samples.watch.start(request, 0.0)
     request.rank.continued_at = 1e9
     full = steps(600, kv_used_blocks=95, kv_total_blocks=100, running=1)
     assert samples.lost_after_s(full) is None
     some = steps(600, kv_used_blocks=50, kv_total_blocks=100, running=1)
     assert samples.lost_after_s(some) is not None
+
+
+def test_handoffs_of_others_do_not_hide_that_a_started_request_is_lost() -> None:
+    samples = Samples()
+    request = samples.admit()
+    samples.watch.start(request, 0.0)
+    request.rank.continued_at = 1e9
+    loads = [[Load(engine_step=n, waiting=n % 3 == 0, rooms_open=1)] for n in range(600)]
+    assert samples.lost_after_s(loads) is not None
 
 
 def test_only_an_idle_rank_shows_that_a_pass_through_body_is_lost() -> None:
