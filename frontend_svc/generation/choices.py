@@ -14,7 +14,7 @@ from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.logprobs import token_id_text
 from frontend_svc.text.choice import Choice, PromptTokens
-from frontend_svc.text.output_text import TextStream
+from frontend_svc.text.output_text import DetokenizerLike, RecordedText, TextStream
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.formats import HERMES
 from frontend_svc.tools.harmony import HarmonyParser
@@ -25,12 +25,17 @@ _INNER_BYTES: Final = bytes(range(0x80, 0xC0))
 
 
 def make_choices(
-    prepared: PreparedBody, request_ids: Sequence[str], counts: list[int] | None = None
+    prepared: PreparedBody,
+    request_ids: Sequence[str],
+    counts: list[int] | None = None,
+    *,
+    is_recorded: bool = False,
 ) -> list[Choice]:
     """Returns the choices of all prompts, in order.
 
     - request_ids: of the requests that generate them.
     - counts: of `ResponseInfo`.
+    - is_recorded: whether their texts are kept.
     """
     body, model = prepared.body, prepared.model
     choices: list[Choice] = []
@@ -40,10 +45,20 @@ def make_choices(
             number, parser = len(choices), None
             if isinstance(body, ChatRequest):
                 parser = _response_parser(request_ids[number], model, prepared.plan, request)
-            text = _text_stream(body, model, for_parser=parser is not None)
-            token_bytes = _token_bytes(body, model)
+            detokenizer: DetokenizerLike = model.detokenizer(
+                for_parser=parser is not None, skips_special=body.skip_special_tokens is not False
+            )
+            recorded = RecordedText(detokenizer) if is_recorded else None
             choices.append(
-                Choice(number, text, parser, echo=echo, token_bytes=token_bytes, counts=counts)
+                Choice(
+                    number,
+                    _text_stream(body, recorded or detokenizer),
+                    parser,
+                    echo=echo,
+                    token_bytes=_token_bytes(body, model),
+                    counts=counts,
+                    recorded=recorded,
+                )
             )
     return choices
 
@@ -98,13 +113,9 @@ def _token_bytes(
     return token_id_text if body.return_tokens_as_token_ids else model.token_bytes
 
 
-def _text_stream(
-    body: ChatRequest | CompletionRequest, model: ServedModel, *, for_parser: bool
-) -> TextStream:
+def _text_stream(body: ChatRequest | CompletionRequest, detokenizer: DetokenizerLike) -> TextStream:
     return TextStream(
-        model.detokenizer(
-            for_parser=for_parser, skips_special=body.skip_special_tokens is not False
-        ),
+        detokenizer,
         body.stop_strings,
         min_tokens=body.min_tokens or 0,
         includes_stop=body.include_stop_str_in_output is True,

@@ -83,7 +83,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         is_query_only = extension is not None and extension.is_query_only
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
-        choices = make_choices(prepared, request_ids, info.token_counts)
+        form = _form(prepared)
+        choices = make_choices(
+            prepared, request_ids, info.token_counts, is_recorded=form is not None
+        )
         context.progress.choices_per_prompt = prepared.body.choices_per_prompt
         with open_requests(self._dependencies, context, plans, meter) as opened:
             open_choices = [
@@ -96,7 +99,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
                 open_choices,
                 self._config.keep_alive_s,
                 self._gateway.backlog,
-                _form(prepared),
+                form,
                 self._config.grammar_compile_s + FORM_CHECK_S,
             )
             if prepared.body.is_stream:

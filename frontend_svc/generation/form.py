@@ -18,7 +18,7 @@ from common.request.grammar import ConstraintError, matches_constraint
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.openai.body.tool_calls import ANY_OBJECT, ToolPlan
 from frontend_svc.text.api_format import ChoiceResult
-from frontend_svc.tools.deltas import CallArguments, CallStart, Content
+from frontend_svc.tools.deltas import CallArguments, CallStart
 
 # Why a response may end without its form.
 _INCOMPLETE_REASONS = ("length", "content_filter")
@@ -34,32 +34,24 @@ class ResponseForm:
     plan: ToolPlan | None
     """Tools; a forced plan needs calls in place of content."""
 
-    def problem(self, choice: ChoiceResult, echo_chars: int) -> str:
+    def problem(self, choice: ChoiceResult, text: str) -> str:
         """Returns what the form lacks, "" if nothing. Takes milliseconds, with large constraints
-        up to seconds. echo_chars: characters of the prompt at the begin of the content."""
+        up to seconds. text: of the choice as the model wrote it, with its reasoning."""
         end = choice.end
         if end.reason in _INCOMPLETE_REASONS or end.stop_string is not None:
             return ""
         calls: dict[int, tuple[str, list[str]]] = {}
-        content: list[str] = []
         for delta in choice.deltas:
             match delta:
                 case CallStart(index, name):
                     calls[index] = (name, [])
-                case CallArguments(index, text):
-                    calls[index][1].append(text)
-                case Content(text):
-                    content.append(text)
+                case CallArguments(index, piece):
+                    calls[index][1].append(piece)
         if calls:
             return self._calls_problem({n: (name, "".join(a)) for n, (name, a) in calls.items()})
         if self.plan is not None and self.plan.is_forced:
             return "the response has no tool call"
-        return self._content_problem("".join(content)[echo_chars:])
-
-    def _content_problem(self, text: str) -> str:
-        if self.guided is None:
-            return ""
-        if not _matches(self.guided, text):
+        if self.guided is not None and not _matches(self.guided, text):
             return "the response does not match the constraint of the request"
         return ""
 

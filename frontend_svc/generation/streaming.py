@@ -174,10 +174,11 @@ class ResponseWriter:
             if not open_choice.is_finished or open_choice.is_checked or self._error is not None:
                 continue
             open_choice.is_checked = True
-            echo_chars = open_choice.choice.echo_chars
+            recorded = open_choice.choice.recorded
+            raw = "" if recorded is None else recorded.text()
             try:
                 async with asyncio.timeout(self._check_s):
-                    problem = await asyncio.to_thread(self._form.problem, result, echo_chars)
+                    problem = await asyncio.to_thread(self._form.problem, result, raw)
             except TimeoutError:
                 problem = f"its form was not checked within {self._check_s:g} s"
             if problem:
