@@ -26,6 +26,8 @@ GRACE_S = 60.0
 EXIT_STATUS = 70
 # Set by pytest-xdist: the same in all processes of a run.
 RUN_VARIABLE = "PYTEST_XDIST_TESTRUNUID"
+# Set by pytest-xdist in each process that runs tests.
+WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 
 
 class Watchdog:
@@ -63,7 +65,9 @@ class Watchdog:
         self._begin("", "", None)
 
     def pytest_unconfigure(self) -> None:
-        self._begin("", "the end of the process", self._grace_s)
+        # A process of pytest-xdist waits for the others before it ends, for any time.
+        if WORKER_VARIABLE not in os.environ:
+            self._begin("", "the end of the process", self._grace_s)
 
     def _watch(self, item: pytest.Item, phase: str) -> Generator[None]:
         self._begin(item.nodeid, phase, limit_of(item) + self._grace_s)

@@ -106,3 +106,14 @@ def test_a_thread_that_outlives_all_tests_does_not_keep_the_process(tmp_path: Pa
     assert done.returncode == EXIT_STATUS, done.stdout + done.stderr
     assert "2 passed" in done.stdout
     assert "watchdog: not within 0.5 s: the end of the process" in done.stderr
+
+
+def test_a_process_of_several_may_wait_for_a_longer_one(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(
+        "import time\n\nimport pytest\n\n"
+        "@pytest.mark.timeout(20)\ndef test_long():\n    time.sleep(3)\n"
+    )
+    done = run(tmp_path, "", "-n", "2", "--dist", "loadfile")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "watchdog:" not in done.stderr
+    assert "2 passed" in done.stdout
