@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 SITE = "https://chat.example.org"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TRACE_ID = "0" * 31 + "1"  # sampled by every ratio that goes by the id
-TRACED = {"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01", "x-request-id": "traced"}
+TRACED = {"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01"}
 # No collector listens there: spans are dropped.
 TRACES = ["--otlp-endpoint=http://127.0.0.1:9", "--trace-sample-ratio=0"]
 
@@ -68,17 +69,19 @@ def test_other_names_of_the_host_are_refused_unless_they_are_listed(mesh: Mesh) 
 
 
 # Any: the fields of log events.
-def ended(frontend: Service) -> list[dict[str, Any]]:
-    """The log lines of the traced request."""
+def ended(frontend: Service, client_id: str) -> list[dict[str, Any]]:
+    """The log lines of a request."""
     lines = frontend.events("request")
-    return [one for one in lines if one.get("client_request_id") == "traced"]
+    return [one for one in lines if one.get("client_request_id") == client_id]
 
 
 def test_a_client_decides_about_its_trace_only_if_the_frontend_trusts_it(mesh: Mesh) -> None:
     own, trusting = mesh.running("frontend")
     for frontend, expected in ((own, None), (trusting, TRACE_ID)):
         url = frontend.addresses["http"]
-        response = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=TRACED)
+        client_id = f"traced-{secrets.token_hex(4)}"  # another one in a further run of the test
+        headers = {**TRACED, "x-request-id": client_id}
+        response = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=headers)
         assert response.status_code == 200
-        (event,) = wait_for(partial(ended, frontend), "the request is logged")
+        (event,) = wait_for(partial(ended, frontend, client_id), "the request is logged")
         assert event.get("trace_id") == expected

@@ -53,6 +53,7 @@ VALUES: dict[str, Any] = {
     "request.prefill_result.disaggregated_params_json": '{"host": "h"}',
     "request.output_options.skip_special_tokens": False,
     "request.output_options.logprobs": 1,
+    "request.output_options.prompt_logprobs": 1,
     "request.eos_token_ids": [STOP],
     "request.stop_conditions.max_tokens": 3,
     "request.stop_conditions.min_tokens": 2,
@@ -96,6 +97,9 @@ EFFECTS: dict[str, Callable[[Result], bool]] = {
     "request.stop_conditions.ignore_eos": WHOLE,
     "request.output_options.logprobs": lambda result: (
         WHOLE(result) and [one.token_id for m in result for one in m.logprobs] == OUTPUT
+    ),
+    "request.output_options.prompt_logprobs": lambda result: (
+        WHOLE(result) and [one.token_id for m in result for one in m.prompt_logprobs] == PROMPT[1:]
     ),
     # The free output does not match: no token of it is allowed.
     **{

@@ -58,7 +58,7 @@ ENGINE_MUTANTS = (
     mutant(
         "S4-35",
         _CONTRACT,
-        'raise InternalError(f"request {request_id}: chunk after the terminal chunk")',
+        'raise self._broken("chunk after the terminal chunk")',
         "return",
     ),
     mutant(

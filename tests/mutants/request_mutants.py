@@ -199,7 +199,7 @@ REQUEST_MUTANTS = (
     ),
     mutant("S2-38 S2-81", _BODY, "min_tokens=request.min_tokens", "min_tokens=None"),
     mutant("S2-39 S2-82", _BODY, "logit_bias=bias", "logit_bias={}"),
-    mutant("S2-40 S2-83", _BODY, "OutputOptions(logprobs=request.alternatives)", "OutputOptions()"),
+    mutant("S2-40 S2-83", _BODY, "logprobs=request.alternatives,", "logprobs=None,"),
     mutant(
         "S2-41",
         "worker_svc/engines/stop_tokens.py",
