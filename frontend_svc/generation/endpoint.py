@@ -83,7 +83,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         is_query_only = extension is not None and extension.is_query_only
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
-        form = _form(prepared)
+        form = None if is_query_only else _form(prepared)
         choices = make_choices(
             prepared, request_ids, info.token_counts, is_recorded=form is not None
         )

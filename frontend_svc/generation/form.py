@@ -75,13 +75,15 @@ class ResponseForm:
 
 
 def _matches(guided: GuidedDecoding, text: str) -> bool:
+    texts = [text]
     if guided.json is not None:
         try:
-            json.loads(text)
+            # Engines may write a value in another form, such as an escaped slash.
+            texts.append(json.dumps(json.loads(text), ensure_ascii=False))
         except (ValueError, RecursionError):
             return False
     try:
-        return matches_constraint(guided, text)
+        return any(matches_constraint(guided, form) for form in texts)
     except ConstraintError:
         return True  # nothing is known
 

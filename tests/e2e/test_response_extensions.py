@@ -264,6 +264,9 @@ def test_a_query_returns_the_placement_and_runs_and_books_nothing(mesh: Mesh, ma
         explain(mesh, response["id"])
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
     assert accepted(mesh) == before
+    # A placement has no form.
+    formed = body | {"response_format": {"type": "json_object"}, "ignore_eos": False}
+    assert set(post(mesh, "chat/completions", formed)["nvext"]) == set(nvext)
     # A client may send the ids in place of the messages, and does not receive them then.
     token_data = {"nvext": {"token_data": nvext["token_ids"], "annotations": [mark]}}
     assert set(post(mesh, "chat/completions", body | token_data)["nvext"]) == {

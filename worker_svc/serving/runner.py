@@ -163,6 +163,11 @@ class Runner:
             longest_prompt=self._longest_prompt,
         )
 
+    def is_engine_idle(self) -> bool:
+        """Returns whether the engine reports no request."""
+        loads = self.engine.loads()
+        return not any(load.running or load.waiting or load.rooms_open for load in loads)
+
     def loads(self) -> Sequence[Load]:
         """Returns the load of each rank, with its step limit."""
         loads = self.engine.loads()
@@ -319,6 +324,7 @@ class Runner:
         try:
             async with abort_timeout, closing:
                 await self._check_constraint(active_request.leg_request)
+                watched.quiet_since = now()
                 if active_request.ctx.is_stopped:  # aborted before its start
                     self._start_abort_grace(abort_timeout)
                 async for output in outputs:
@@ -333,6 +339,9 @@ class Runner:
                         active_request.ctx.notify_first_token()
                         self._started_tokens += active_request.pending_tokens
                         self._drop_pending(active_request)
+                    elif output.prompt_logprobs:
+                        # Of a prompt that the engine has computed: not counted by its load.
+                        watched.quiet_since = self.last_output_at
                     if reason is None:
                         emit(output)
                     else:

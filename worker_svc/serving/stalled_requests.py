@@ -52,8 +52,10 @@ class StalledRequests:
                     continue
                 needs_proof = any(request.needs_proof for request in stalled)
                 responds = await self._wait_for_probe(tasks, needs_proof=needs_proof)
+                # Loads of an idle engine may be old: with the probe it has reported new ones.
+                is_proved = responds and self._runner.is_engine_idle()
                 for request in stalled:
-                    if responds or not request.needs_proof:
+                    if is_proved or not request.needs_proof:
                         await self._runner.end_stalled(request)
 
     async def _wait_for_probe(self, tasks: TaskGroup, *, needs_proof: bool) -> bool:

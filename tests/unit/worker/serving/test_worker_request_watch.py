@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -21,6 +21,7 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest
 from tests.kit.gray_engine import GrayEngine
 from tests.sim.loop import run_virtually
+from worker_svc.engines.contract import GenerateContext, LLMEngineOutput, TokenLogprob
 from worker_svc.engines.sim.config import SimConfig, SimModel
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.serving.request_watch import QUIET_S, RequestWatch, WatchedRequest
@@ -305,6 +306,68 @@ def test_a_response_to_a_probe_proves_that_an_idle_engine_is_in_no_step(
     load = run_virtually(main())
     assert load.stalled() == {"lost"}
     assert within_s - 2.0 <= load.took_s["lost"] <= within_s
+
+
+class LateLoads(GrayEngine):
+    """Reports its load only when it has responded to a probe."""
+
+    has_responded = False
+
+    def loads(self) -> Sequence[Load]:
+        return [Load(rooms_open=1)] if self.has_responded else [Load()]
+
+
+def test_a_request_that_the_engine_reports_after_a_probe_is_not_lost() -> None:
+    async def main() -> Sent:
+        engine = LateLoads(SimConfig(), model=MODEL)
+        await engine.start(1)
+
+        async def probe() -> bool:
+            engine.has_responded = True
+            return True
+
+        load = Sent(Runner(engine))
+        watch = asyncio.create_task(StalledRequests(load.runner, probe).run())
+        engine.fault = "lose"
+        request = asyncio.create_task(load.send("waits for KV"))
+        await asyncio.sleep(60.0)
+        assert engine.has_responded
+        for task in (request, watch):
+            task.cancel()
+        await engine.cleanup()
+        return load
+
+    assert run_virtually(main()).ended == {}
+
+
+def test_log_probabilities_of_a_prompt_are_output() -> None:
+    """A long prompt takes seconds, in which the scheduler of the engine is idle."""
+
+    async def main() -> Sent:
+        engine = SlowEcho(SimConfig(), model=MODEL)
+        await engine.start(1)
+        load = Sent(Runner(engine))
+        watch = asyncio.create_task(_watch(load.runner))
+        await load.send("echo")
+        watch.cancel()
+        await engine.cleanup()
+        return load
+
+    load = run_virtually(main())
+    assert (load.ended["echo"], load.took_s["echo"] > 200.0) == (None, True)
+
+
+class SlowEcho(GrayEngine):
+    """Sends log probabilities of the prompt for minutes, then the output."""
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        for token_id in range(100, 200):
+            await asyncio.sleep(2.0)
+            yield LLMEngineOutput(prompt_logprobs=(TokenLogprob(token_id, -1.0),))
+        async for output in super().generate(request, ctx, is_embedding=is_embedding):
+            yield output
 
 
 # The rules, sample by sample.
