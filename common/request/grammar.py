@@ -22,6 +22,8 @@ from common.request.preprocessed import GuidedDecoding
 # Size of a constraint as llguidance receives it.
 GRAMMAR_BYTES_MAX: Final = 262_144
 _MESSAGE_CHARS_MAX: Final = 240
+# Bytes of a text that are matched at once.
+_MATCH_BYTES: Final = 64
 # Output of a check.
 _WALK_TOKENS: Final = 256
 _OUTPUT_BYTES: Final = range(0x21, 0x7F)
@@ -92,10 +94,15 @@ def matches_constraint(guided: GuidedDecoding, text: str) -> bool:
         text = text.strip()
     matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=_LIMITS)
     data = list(text.encode("utf-8", "replace"))
-    is_match = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
-    if matcher.is_error():
-        raise ConstraintError(" ".join(matcher.get_error().split())[:_MESSAGE_CHARS_MAX])
-    return is_match
+    for start in range(0, len(data), _MATCH_BYTES):
+        # A mask restores the budget of the library. It also raises if the text did not match
+        # because that was used up. Other threads run meanwhile.
+        next_mask(matcher)
+        part = data[start : start + _MATCH_BYTES]
+        if matcher.try_consume_tokens(part) != len(part):
+            next_mask(matcher)
+            return False
+    return matcher.is_accepting()
 
 
 def _grammar_of(guided: GuidedDecoding) -> str:

@@ -6,6 +6,7 @@ milliseconds, and all its memory is free after it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -93,6 +94,9 @@ def find_function(path: str) -> Callable[..., Any]:
 
 def _limit(limits: TrialLimits) -> None:
     """Lets the kernel end this process at its limits, whatever code it runs then."""
+    # If a container has no memory left, the kernel ends the trial and not a service.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit_memory(pages * resource.getpagesize() + limits.memory_bytes)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -50,8 +50,7 @@ def start_child(
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-                # Without threads of numpy, which a fork does not copy.
-                env={"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+                env={"PYTHONPATH": os.pathsep.join(sys.path), **_ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -64,6 +63,15 @@ def start_child(
         ours.close()
         raise
     return process, ours
+
+
+# A fork copies no thread, and each one takes address space from the limit of memory.
+_ONE_THREAD: Final = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 def end_child(process: subprocess.Popen[bytes]) -> None:

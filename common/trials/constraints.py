@@ -34,6 +34,8 @@ class ConstraintTrials:
         self._cpu_s = cpu_s
         self._compile_path = compile_path
         self._passed: OrderedDict[bytes, None] = OrderedDict()
+        # Constraints in a trial. The result is the error of an invalid one; None: see `_passed`.
+        self._running: dict[bytes, asyncio.Future[ConstraintError | None]] = {}
 
     async def check(
         self, guided: GuidedDecoding, sender: str, deadline_s: float | None = None
@@ -46,15 +48,42 @@ class ConstraintTrials:
         try:
             content = repr(guided).encode("utf-8", "replace")
             key = hashlib.sha256(content).digest()
-            if key in self._passed:
-                self._passed.move_to_end(key)
-                return
-            await self._compile(guided, len(content), sender, deadline_s)
         except RecursionError as error:
             raise ConstraintError("it is nested too deeply") from error
-        self._passed[key] = None
-        if len(self._passed) > _PASSED_MAX:
-            self._passed.popitem(last=False)
+        while key not in self._passed:
+            running = self._running.get(key)
+            if running is None:
+                await self._try(key, guided, len(content), sender, deadline_s)
+            elif (invalid := await asyncio.shield(running)) is not None:
+                raise ConstraintError(str(invalid))
+        self._passed.move_to_end(key)
+
+    async def _try(
+        self,
+        key: bytes,
+        guided: GuidedDecoding,
+        size: int,
+        sender: str,
+        deadline_s: float | None,
+    ) -> None:
+        """Runs the trial of a constraint, for all requests that have it meanwhile. An error for
+        want of time or of a process counts for this request only."""
+        running = self._running[key] = asyncio.get_running_loop().create_future()
+        shared: ConstraintError | None = None
+        try:
+            await self._compile(guided, size, sender, deadline_s)
+            self._passed[key] = None
+            if len(self._passed) > _PASSED_MAX:
+                self._passed.popitem(last=False)
+        except RecursionError as error:
+            raise ConstraintError("it is nested too deeply") from error
+        except ConstraintError as error:
+            if deadline_s is None:
+                shared = error
+            raise
+        finally:
+            del self._running[key]
+            running.set_result(shared)
 
     async def _compile(
         self, guided: GuidedDecoding, size: int, sender: str, deadline_s: float | None

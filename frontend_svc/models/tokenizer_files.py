@@ -26,7 +26,8 @@ from frontend_svc.text.detokenizer import UnsupportedTokenizer, Vocabulary
 PREPARE: Final = f"{__name__}:prepare"
 TRIAL: Final = f"{__name__}:try_tokenizer"
 # A vocabulary of 200,000 tokens takes 4 s and 500 MB.
-LIMITS: Final = TrialLimits(cpu_s=20.0, wall_s=120.0, memory_bytes=2 << 30)
+# The result names all control tokens: some models have a hundred thousand.
+LIMITS: Final = TrialLimits(cpu_s=20.0, wall_s=120.0, memory_bytes=2 << 30, reply_bytes=16 << 20)
 # The library holds the interpreter's lock while it reads a file, and the event loop waits; 0.5 s.
 READ_S_MAX: Final = 3.0
 LOAD_S_MAX: Final = 8.0

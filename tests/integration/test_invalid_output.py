@@ -46,7 +46,7 @@ def call(name: str, arguments: str) -> str:
 
 @pytest.fixture
 async def mesh() -> AsyncIterator[LocalMesh]:
-    async with local_mesh() as running:
+    async with local_mesh() as running, running.router():
         yield running
 
 

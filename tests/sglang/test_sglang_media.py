@@ -180,7 +180,7 @@ async def test_a_question_goes_to_the_worker_that_holds_its_image(pair: Pair) ->
 
 async def test_a_damaged_image_and_too_many_are_refused(pair: Pair) -> None:
     damaged, vast = picture(0)[:60], picture(0, 1 << 15)
-    refused = (([damaged], "invalid_media"), ([vast], "invalid_media"))
+    refused = (([damaged], "invalid_media"), ([vast], "media_too_large"))
     for images, code in (*refused, ([picture(0)] * 9, "invalid_value")):
         messages = [{"role": "user", "content": content(*images)}]
         found = await pair.mesh.complete("", LENGTH, messages=messages)

@@ -12,7 +12,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.request.preprocessed import GuidedDecoding
 from common.trials.constraints import PREPARE
 from common.trials.fair_trials import FairTrials
-from common.trials.trial import Trial
+from common.trials.trial import Trial, TrialRefused
 from common.trials.trials import Trials
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.openai.body.guided import Constraint
@@ -125,3 +125,28 @@ async def test_the_functions_of_a_request_share_one_time_limit() -> None:
             assert schemas[0] == {"type": "object", "title": "0"}
             assert schemas[-1] == {"type": "object"}, "not enforced, since there was no time left"
         assert len(slow.compiled) < 10
+
+
+async def test_requests_with_the_same_new_constraint_share_one_trial() -> None:
+    trials = SlowTrials()
+    checks = ConstraintChecks(trials, 0.5)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(checks.check(of_regex("a+"), "tenant")) for _ in range(300)]
+        # Sleep: the first one is in its trial.
+        await asyncio.sleep(0.01)
+        waiting[0].cancel()
+    assert trials.compiled == [GuidedDecoding(regex="a+")] * 2, "one for the cancelled request"
+
+
+async def test_requests_with_the_same_invalid_constraint_share_its_error() -> None:
+    class RefusingTrials(SlowTrials):
+        async def run(self, trial: Trial, sender: str, deadline_s: float) -> Any:
+            await super().run(trial, sender, deadline_s)
+            raise TrialRefused("it is invalid")
+
+    trials = RefusingTrials()
+    checks = ConstraintChecks(trials, 0.5)
+    checked = [checks.check(of_regex("a+"), "tenant") for _ in range(20)]
+    errors = await asyncio.gather(*checked, return_exceptions=True)
+    assert all(isinstance(error, InvalidRequest) for error in errors)
+    assert len(trials.compiled) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from common.request.preprocessed import GuidedDecoding
@@ -32,3 +34,13 @@ FORM = ResponseForm(GuidedDecoding(json=SCHEMA), None)
 def test_a_json_text_has_a_form_by_its_values(text: str, *, has_form: bool) -> None:
     problem = FORM.problem(ChoiceResult(ChoiceEnd("stop")), text)
     assert (problem == "") == has_form, problem
+
+
+def test_a_long_text_has_its_form() -> None:
+    """Each byte of a counted string is a new state of the matcher, whose budget must not end."""
+    schema = {"type": "string", "maxLength": 60_000}
+    form = ResponseForm(GuidedDecoding(json=schema), None)
+    stop = ChoiceResult(ChoiceEnd("stop"))
+    assert form.problem(stop, json.dumps("x" * 60_000)) == ""
+    assert form.problem(stop, json.dumps("x" * 60_001)) != ""
+    assert form.problem(stop, json.dumps("x" * 100) + " " * 100 + "y") != ""
