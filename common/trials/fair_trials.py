@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from common.errors import Overloaded
-from common.trials.fair_slots import FairSlots
 from common.trials.trial import Trial, TrialExceeded
+from common.trials.trial_slots import TrialSlots
 from common.trials.trials import Trials
 
 # Most inputs take milliseconds. What takes longer is ended, and repeated among other long ones.
@@ -23,8 +23,8 @@ class FairTrials:
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
-        self._short = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
-        self._long = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
+        self._short = TrialSlots(_SLOTS, waiting_max=_WAITING_MAX)
+        self._long = TrialSlots(_SLOTS, waiting_max=_WAITING_MAX)
 
     # Any: JSON.
     async def run(self, trial: Trial, sender: str, deadline_s: float) -> Any:

@@ -18,7 +18,7 @@ import httpcore
 import httpx
 
 from common.errors import InvalidRequest
-from frontend_svc.access.fair_slots import FairSlots
+from common.runtime.fair_slots import FairSlots
 from frontend_svc.media.addresses import are_public
 from frontend_svc.media.formats import MEDIA_TOO_LARGE, invalid_media
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from common.errors import InvalidRequest
 from common.registry.card import ModelCard
-from common.trials.fair_slots import FairSlots
 from common.trials.trial import Trial, TrialExceeded, TrialRefused
+from common.trials.trial_slots import TrialSlots
 from common.trials.trials import Trials
 from frontend_svc.models.tokenizer_files import LIMITS, TRIAL, TriedTokenizer
 
@@ -27,7 +27,7 @@ class TokenizerTrials:
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
-        self._slots = FairSlots(_SLOTS, waiting_max=_WAITING_MAX)
+        self._slots = TrialSlots(_SLOTS, waiting_max=_WAITING_MAX)
         # By SHA-256 of a file.
         self._passed: OrderedDict[str, TriedTokenizer] = OrderedDict()
 
@@ -38,17 +38,22 @@ class TokenizerTrials:
         if artifact is None or (raw := artifact.inline) is None:
             return TriedTokenizer(1.0, ())  # `build_model` refuses the card
         digest = artifact.sha256
+        if (passed := self._passed.get(digest)) is not None:
+            return passed
         loop = asyncio.get_running_loop()
         async with self._slots.slot(card.name, loop.time() + _WAIT_S):
-            if (passed := self._passed.get(digest)) is not None:
+            if (passed := self._passed.get(digest)) is not None:  # while this one waited
                 return passed
-            try:
-                result = await self._trials.run(Trial(TRIAL, (raw,), LIMITS))
-            except (TrialRefused, TrialExceeded) as error:
-                raise InvalidRequest(f"tokenizer.json: {error}", _FIELD) from error
-            factor, control_tokens = result
-            passed = TriedTokenizer(float(factor), tuple(map(str, control_tokens)))
+            passed = await self._try(raw)
             self._passed[digest] = passed
             if len(self._passed) > _PASSED_MAX:
                 self._passed.popitem(last=False)
             return passed
+
+    async def _try(self, raw: bytes) -> TriedTokenizer:
+        try:
+            result = await self._trials.run(Trial(TRIAL, (raw,), LIMITS))
+        except (TrialRefused, TrialExceeded) as error:
+            raise InvalidRequest(f"tokenizer.json: {error}", _FIELD) from error
+        factor, control_tokens = result
+        return TriedTokenizer(float(factor), tuple(map(str, control_tokens)))

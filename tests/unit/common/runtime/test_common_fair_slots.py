@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from frontend_svc.access.fair_slots import FairSlots
+from common.runtime.fair_slots import FairSlots
 
 
 class Bed:

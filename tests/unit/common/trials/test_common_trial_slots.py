@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from common.errors import Overloaded
-from common.trials.fair_slots import FairSlots
+from common.trials.trial_slots import TrialSlots
 from tests.kit.waiting import until
 
 
 class Inputs:
     """Inputs that hold a slot until they are ended, in the order in which they got one."""
 
-    def __init__(self, slots: FairSlots) -> None:
+    def __init__(self, slots: TrialSlots) -> None:
         self.slots = slots
         self.order: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -39,7 +39,7 @@ class Inputs:
 
 
 async def test_a_sender_has_all_slots_but_one() -> None:
-    inputs = Inputs(FairSlots(2, waiting_max=10))
+    inputs = Inputs(TrialSlots(2, waiting_max=10))
     for number in range(3):
         inputs.add("a", f"a{number}")
     inputs.add("b", "b0")
@@ -50,7 +50,7 @@ async def test_a_sender_has_all_slots_but_one() -> None:
 
 
 async def test_senders_take_turns() -> None:
-    inputs = Inputs(FairSlots(1, waiting_max=10))
+    inputs = Inputs(TrialSlots(1, waiting_max=10))
     for name in ("a0", "a1", "a2", "b0", "c0", "b1"):
         inputs.add(name[0], name)
     for number in range(6):
@@ -61,7 +61,7 @@ async def test_senders_take_turns() -> None:
 
 
 async def test_too_many_inputs_of_a_sender_are_refused_at_once() -> None:
-    inputs = Inputs(FairSlots(1, waiting_max=2))
+    inputs = Inputs(TrialSlots(1, waiting_max=2))
     for number in range(3):
         inputs.add("a", f"a{number}")
     await until(lambda: inputs.order == ["a0"], "the first one has a slot")
@@ -73,7 +73,7 @@ async def test_too_many_inputs_of_a_sender_are_refused_at_once() -> None:
 
 
 async def test_an_input_waits_until_its_deadline() -> None:
-    inputs = Inputs(FairSlots(1, waiting_max=10))
+    inputs = Inputs(TrialSlots(1, waiting_max=10))
     inputs.add("a", "a0")
     with pytest.raises(Overloaded, match="took too long"):
         await inputs.add("b", "b0", wait_s=0.02)
@@ -84,7 +84,7 @@ async def test_an_input_waits_until_its_deadline() -> None:
 
 
 async def test_a_cancelled_input_keeps_no_slot() -> None:
-    inputs = Inputs(FairSlots(1, waiting_max=10))
+    inputs = Inputs(TrialSlots(1, waiting_max=10))
     inputs.add("a", "a0")
     waiting = inputs.add("b", "b0")
     await until(lambda: inputs.order == ["a0"], "the first one has a slot")

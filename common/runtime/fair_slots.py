@@ -54,6 +54,10 @@ class FairSlots:
             del self._held[tenant]
         self._grant_to_waiting()
 
+    def waiting(self, tenant: str) -> int:
+        """Returns how many slots the tenant waits for."""
+        return len(self._waiting.get(tenant, ()))
+
     def _is_permitted(self, tenant: str) -> bool:
         return self._held[tenant] < self._free
 
