@@ -18,10 +18,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from common.errors import InternalError, MeshError, Unavailable, WorkerLost
+from common.errors import REQUEST_STALLED, InternalError, MeshError, Unavailable, WorkerLost
 from common.streams.backoff import Backoff
+from frontend_svc.recent_counts import RecentCounts
 
 K = TypeVar("K", bound=Hashable)
 
@@ -29,8 +30,6 @@ K = TypeVar("K", bound=Hashable)
 PERMITS_PER_WORKER = 32
 # The worker's reason if it refuses a request because it is about to stop.
 DRAINING = "DRAINING"
-# The worker's reason if the engine takes steps, but sends no output for the request.
-REQUEST_STALLED = "REQUEST_STALLED"
 # The router's reason if all workers that could serve the request are excluded.
 ALL_EXCLUDED = "ALL_EXCLUDED"
 NO_ROUTER = "NO_ROUTER"
@@ -72,37 +71,24 @@ class RetryBudget:
     def __init__(self) -> None:
         self.granted = 0
         self.refused = 0
-        self._window_start = 0.0
-        # Of the previous half window and of the current one.
-        self._requests = [0, 0]
-        self._retries = [0, 0]
+        self._recent = RecentCounts[Literal["requests", "retries"]](self.WINDOW_S)
 
     def count_request(self, now: float) -> None:
-        self._advance_window(now)
-        self._requests[1] += 1
+        self._recent.add("requests", now)
 
     def take(self, now: float, error: MeshError) -> bool:
         """Returns whether a retry after `error` is allowed; if so, counts it."""
         if is_worker_loss(error):
             self.granted += 1
             return True
-        self._advance_window(now)
-        if sum(self._retries) >= max(self.RETRIES_MIN, self.RETRY_FRACTION * sum(self._requests)):
+        recent = self._recent
+        recent.advance(now)
+        if recent["retries"] >= max(self.RETRIES_MIN, self.RETRY_FRACTION * recent["requests"]):
             self.refused += 1
             return False
         self.granted += 1
-        self._retries[1] += 1
+        recent.add("retries", now)
         return True
-
-    def _advance_window(self, now: float) -> None:
-        half = self.WINDOW_S / 2
-        elapsed = now - self._window_start
-        if elapsed < half:
-            return
-        is_adjacent = elapsed < 2 * half
-        for counts in (self._requests, self._retries):
-            counts[:] = [counts[1] if is_adjacent else 0, 0]
-        self._window_start = now - elapsed % half
 
 
 @dataclass(slots=True)

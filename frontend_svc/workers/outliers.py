@@ -16,8 +16,9 @@ it. A request that fails everywhere therefore counts against no worker.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+
+from frontend_svc.recent_counts import RecentCounts
 
 WINDOW_S = 10.0
 FAILURES_MIN = 4
@@ -26,29 +27,24 @@ PEERS_FACTOR = 3.0
 
 
 class OutlierDetector:
-    """Requests and failures of each worker of a frontend, in two half windows."""
+    """Requests and failures of each worker of a frontend."""
 
     def __init__(self) -> None:
-        self._window_start = 0.0
-        # Of the previous half window and of the current one.
-        self._requests = [Counter[int](), Counter[int]()]
-        self._failures = [Counter[int](), Counter[int]()]
+        self._requests = RecentCounts[int](WINDOW_S)
+        self._failures = RecentCounts[int](WINDOW_S)
 
     def count_request(self, worker_id: int, now: float) -> None:
-        if now - self._window_start >= WINDOW_S / 2:
-            self._advance_window(now)
-        self._requests[1][worker_id] += 1
+        self._requests.add(worker_id, now)
 
     def count_failure(self, worker_id: int, peers: Iterable[int], now: float) -> str:
         """Counts a failed request. Returns why the worker is an outlier, "" if it is not.
 
         peers: workers that serve the same requests; may contain the worker.
         """
-        self._advance_window(now)
-        self._failures[1][worker_id] += 1
-        others = set(peers) - {worker_id}
+        self._requests.advance(now)
+        self._failures.add(worker_id, now)
         failures, requests = self._sums({worker_id})
-        peer_failures, peer_requests = self._sums(others)
+        peer_failures, peer_requests = self._sums(set(peers) - {worker_id})
         if failures < FAILURES_MIN or failures < SHARE_MIN * requests:
             return ""
         if failures * peer_requests < PEERS_FACTOR * (peer_failures + 1) * requests:
@@ -60,23 +56,10 @@ class OutlierDetector:
 
     def forget(self, worker_id: int) -> None:
         """Drops the counts of a worker: after a time without requests it is judged anew."""
-        for counts in (*self._requests, *self._failures):
-            counts.pop(worker_id, None)
+        self._requests.forget(worker_id)
+        self._failures.forget(worker_id)
 
     def _sums(self, workers: set[int]) -> tuple[int, int]:
         """Returns the failures and the requests of these workers."""
-        failures, requests = (
-            sum(counts[worker_id] for counts in halves for worker_id in workers)
-            for halves in (self._failures, self._requests)
-        )
-        return failures, requests
-
-    def _advance_window(self, now: float) -> None:
-        half_s = WINDOW_S / 2
-        elapsed_s = now - self._window_start
-        if elapsed_s < half_s:
-            return
-        is_adjacent = elapsed_s < 2 * half_s
-        for halves in (self._requests, self._failures):
-            halves[:] = [halves[1] if is_adjacent else Counter(), Counter()]
-        self._window_start = now - elapsed_s % half_s
+        failures = sum(self._failures[worker_id] for worker_id in workers)
+        return failures, sum(self._requests[worker_id] for worker_id in workers)
