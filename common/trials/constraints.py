@@ -48,14 +48,14 @@ class ConstraintTrials:
         try:
             content = repr(guided).encode("utf-8", "replace")
             key = hashlib.sha256(content).digest()
+            while key not in self._passed:
+                running = self._running.get(key)
+                if running is None:
+                    await self._try(key, guided, len(content), sender, deadline_s)
+                elif (invalid := await asyncio.shield(running)) is not None:
+                    raise ConstraintError(str(invalid))
         except RecursionError as error:
             raise ConstraintError("it is nested too deeply") from error
-        while key not in self._passed:
-            running = self._running.get(key)
-            if running is None:
-                await self._try(key, guided, len(content), sender, deadline_s)
-            elif (invalid := await asyncio.shield(running)) is not None:
-                raise ConstraintError(str(invalid))
         self._passed.move_to_end(key)
 
     async def _try(
@@ -75,8 +75,6 @@ class ConstraintTrials:
             self._passed[key] = None
             if len(self._passed) > _PASSED_MAX:
                 self._passed.popitem(last=False)
-        except RecursionError as error:
-            raise ConstraintError("it is nested too deeply") from error
         except ConstraintError as error:
             if deadline_s is None:
                 shared = error

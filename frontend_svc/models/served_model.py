@@ -157,19 +157,20 @@ class ServedModel:
         itself."""
         if prompt.pieces is None:
             return await self.encode(prompt.text, special_tokens=False)
-        self._encodes_inline(len(prompt.text))
+        self._check_expansion(len(prompt.text))
         return await asyncio.to_thread(self.piece_encoder.encode, prompt.pieces)
 
     def _encodes_inline(self, chars: int) -> bool:
         """Returns whether texts are encoded in the event loop. Raises InvalidRequest if the
         tokenizer may expand them beyond its limit."""
-        if self.expansion_max > EXPANSION_USUAL:
-            chars = int(chars * self.expansion_max)
-            if chars > EXPANDED_CHARS_MAX:
-                text = f"it may have {chars} characters inside of the tokenizer of this model"
-                raise InvalidRequest(f"the text is too long: {text}, at most {EXPANDED_CHARS_MAX}")
-            return chars <= ENCODE_INLINE_CHARS * EXPANSION_USUAL
-        return chars <= ENCODE_INLINE_CHARS
+        self._check_expansion(chars)
+        return chars * max(self.expansion_max / EXPANSION_USUAL, 1.0) <= ENCODE_INLINE_CHARS
+
+    def _check_expansion(self, chars: int) -> None:
+        expanded = int(chars * self.expansion_max)
+        if self.expansion_max > EXPANSION_USUAL and expanded > EXPANDED_CHARS_MAX:
+            text = f"it may have {expanded} characters inside of the tokenizer of this model"
+            raise InvalidRequest(f"the text is too long: {text}, at most {EXPANDED_CHARS_MAX}")
 
     async def _in_thread(self, encode: Callable[[], R]) -> R:
         executor = _FAST_ENCODING if self.encodes_fast else None
