@@ -1,10 +1,12 @@
-"""Frames of HTTP/2, as a peer may send them."""
+"""Frames of HTTP/2, as a peer may send them, and the messages that a call received."""
 
 from __future__ import annotations
 
 import struct
 
 from hpack import Encoder
+
+from common.rpc.http2.call import Http2Call
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEAD, PRIORITY, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
@@ -64,3 +66,13 @@ def calm_text(received: bytes) -> str | None:
 def prefixed(message: bytes) -> bytes:
     """Returns a message of gRPC with its prefix."""
     return struct.pack(">BL", 0, len(message)) + message
+
+
+def taken(call: Http2Call) -> list[bytes]:
+    """All messages that have arrived, of several turns."""
+    messages = []
+    while call.messages or call.is_behind:
+        if not call.messages:
+            call.receive(b"")
+        messages.append(call.take_message())
+    return messages

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.rpc.http2.call import CallStatus
 from common.rpc.http2.ends import ClientCall
 from common.rpc.http2.frames import FRAME_BYTES_MAX, WINDOW_BYTES
-from tests.kit.http2_frames import frame, headers, prefixed
+from tests.kit.http2_frames import frame, headers, prefixed, taken
 
 MESSAGE_BYTES_MAX, HEADER_BYTES_MAX = 100_000, 4096
 REQUEST = ((":method", "POST"), (":path", "/a/B"))
@@ -60,16 +60,6 @@ def frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
         found.append((data[3], data[4], stream, data[9 : 9 + size]))
         data = data[9 + size :]
     return found
-
-
-def taken(made: ClientCall) -> list[bytes]:
-    """All messages that have arrived, of several turns."""
-    messages = []
-    while made.messages or made.is_behind:
-        if not made.messages:
-            made.receive(b"")
-        messages.append(made.take_message())
-    return messages
 
 
 OK = CallStatus(StatusCode.OK, "")

@@ -18,7 +18,7 @@ from common.rpc.http2.call import (
 )
 from common.rpc.http2.ends import ClientCall, ServerCall
 from common.rpc.http2.frames import PREFACE, WINDOW_BYTES, WINDOW_DEFAULT
-from tests.kit.http2_frames import FLOODS, calm_text, frame, headers, prefixed
+from tests.kit.http2_frames import FLOODS, calm_text, frame, headers, prefixed, taken
 
 LIMITS = {"message_bytes_max": 100_000, "header_bytes_max": 4096}
 REQUEST = ((":method", "POST"), (":path", "/a/B"), ("content-type", "application/grpc"))
@@ -56,16 +56,6 @@ def exchange(client: ClientCall, called: ServerCall, sizes: list[int]) -> None:
                 size = next(parts, len(data)) or len(data)
                 receive(to, data[:size])
                 data = data[size:]
-
-
-def taken(call: Http2Call) -> list[bytes]:
-    """All messages that have arrived, of several turns."""
-    messages = []
-    while call.messages or call.is_behind:
-        if not call.messages:
-            call.receive(b"")
-        messages.append(call.take_message())
-    return messages
 
 
 @given(

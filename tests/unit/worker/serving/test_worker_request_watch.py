@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -68,15 +69,25 @@ class Sent:
         }
 
 
-async def _watch(runner: Runner) -> None:
-    """What a worker runs beside its requests."""
+@asynccontextmanager
+async def watched(engine: GrayEngine) -> AsyncIterator[Sent]:
+    """A runner of the engine, with what a worker runs beside its requests."""
+    await engine.start(1)
+    load = Sent(Runner(engine))
 
     async def tick() -> None:
+        # Ends: the task is cancelled.
         while True:
             await asyncio.sleep(TICK_S)
-            runner.observe_steps(asyncio.get_running_loop().time())
+            load.runner.observe_steps(asyncio.get_running_loop().time())
 
-    await asyncio.gather(tick(), StalledRequests(runner, None).run())
+    async def watch() -> None:
+        await asyncio.gather(tick(), StalledRequests(load.runner, None).run())
+
+    task = asyncio.create_task(watch())
+    yield load
+    task.cancel()
+    await engine.cleanup()
 
 
 # Any: fields of SimConfig.
@@ -98,10 +109,7 @@ async def steady(load: Sent, tasks: asyncio.TaskGroup, seconds: float, rate: flo
 def test_a_lost_request_ends_within_ten_seconds_while_others_go_on(fault: str, rate: float) -> None:
     async def main() -> Sent:
         engine = engine_of()
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             tasks.create_task(steady(load, tasks, 30.0, rate))
             await asyncio.sleep(5.11)
             engine.fault = fault
@@ -109,8 +117,6 @@ def test_a_lost_request_ends_within_ten_seconds_while_others_go_on(fault: str, r
             await asyncio.sleep(0.005)
             engine.fault = ""
             await lost
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -127,15 +133,10 @@ def test_a_lost_request_ends_within_ten_seconds_while_others_go_on(fault: str, r
 def test_all_requests_of_an_engine_that_loses_each_end_within_ten_seconds(fault: str) -> None:
     async def main() -> Sent:
         engine = engine_of()
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             tasks.create_task(steady(load, tasks, 20.0, 8.0))
             await asyncio.sleep(5.1)
             engine.fault = fault
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -150,10 +151,7 @@ def test_with_slow_steps_a_loss_is_noticed_within_twice_the_step_limit(step_s: f
 
     async def main() -> Sent:
         engine = engine_of(step_s)
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             for number in range(4):
                 tasks.create_task(load.send(f"long {number}", tokens=int(20 + 60 / step_s)))
             await asyncio.sleep(6 * step_s)
@@ -162,8 +160,6 @@ def test_with_slow_steps_a_loss_is_noticed_within_twice_the_step_limit(step_s: f
             await asyncio.sleep(0.01)
             engine.fault = ""
             await lost
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -188,10 +184,8 @@ def test_no_request_of_a_healthy_engine_ends_under_overload(name: str, seed: int
 
     async def main() -> tuple[Sent, int]:
         engine = engine_of(**OVERLOADS[name])
-        await engine.start(1)
-        load, rng = Sent(Runner(engine)), Random(seed)
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        rng = Random(seed)
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             for number in range(500):
                 long = 1200 if name == "little memory" else 6000
                 prompt = rng.choice((8, 40, 300, long) if rng.random() < 0.2 else (8, 40))
@@ -199,10 +193,7 @@ def test_no_request_of_a_healthy_engine_ends_under_overload(name: str, seed: int
                 tokens = rng.choice((1, 16, 200, 600))
                 tasks.create_task(load.send(f"r{number}", prompt, tokens, priority))
                 await asyncio.sleep(rng.choice((0.0, 0.0, 0.02, 0.2)))
-        watch.cancel()
-        preemptions = engine.counters["preempted"]
-        await engine.cleanup()
-        return load, preemptions
+        return load, engine.counters["preempted"]
 
     load, preemptions = run_virtually(main())
     assert max(load.took_s.values()) > 2 * QUIET_S, "the load is no overload"
@@ -216,10 +207,7 @@ def test_a_lost_request_ends_although_the_queue_never_empties() -> None:
 
     async def main() -> Sent:
         engine = engine_of(max_num_seqs=4)
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             for number in range(40):
                 tasks.create_task(load.send(f"r{number}", tokens=400))
             await asyncio.sleep(0.5)
@@ -231,8 +219,6 @@ def test_a_lost_request_ends_although_the_queue_never_empties() -> None:
                 tasks.create_task(load.send(f"late {number}", tokens=100))
                 await asyncio.sleep(0.1)
             assert lost.done(), "it waits for the others"
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -243,14 +229,9 @@ def test_a_lost_request_ends_although_the_queue_never_empties() -> None:
 def test_a_long_prompt_in_many_steps_is_not_lost() -> None:
     async def main() -> Sent:
         engine = engine_of(max_num_batched_tokens=512)
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             tasks.create_task(load.send("long", prompt=120_000))
             tasks.create_task(steady(load, tasks, 15.0, 8.0))
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -264,17 +245,12 @@ def test_a_frozen_engine_and_a_stalled_process_lose_no_request() -> None:
 
     async def main() -> Sent:
         engine = engine_of()
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        async with asyncio.TaskGroup() as tasks:
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
             tasks.create_task(steady(load, tasks, 10.0, 8.0))
             await asyncio.sleep(5.0)
             engine.freeze()
             await asyncio.sleep(30.0)
             engine.unfreeze()
-        watch.cancel()
-        await engine.cleanup()
         return load
 
     load = run_virtually(main())
@@ -345,12 +321,8 @@ def test_log_probabilities_of_a_prompt_are_output() -> None:
 
     async def main() -> Sent:
         engine = SlowEcho(SimConfig(), model=MODEL)
-        await engine.start(1)
-        load = Sent(Runner(engine))
-        watch = asyncio.create_task(_watch(load.runner))
-        await load.send("echo")
-        watch.cancel()
-        await engine.cleanup()
+        async with watched(engine) as load:
+            await load.send("echo")
         return load
 
     load = run_virtually(main())
