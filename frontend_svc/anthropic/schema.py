@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
     LIST,
@@ -47,6 +47,7 @@ from frontend_svc.openai.body.fields import (
     WRONG_TYPE,
     AtLeastOne,
     GuidedFields,
+    HostedTool,
     StopText,
     StrictModel,
     UnsupportedField,
@@ -253,12 +254,9 @@ class CustomTool(StrictModel):
     input_examples: Annotated[object, refuse("put examples into the description", [])] = None
 
 
-class ServerTool(StrictModel):
-    """A tool of HOSTED_TOOLS, with any settings."""
+class ServerTool(HostedTool):
+    """A tool of HOSTED_TOOLS."""
 
-    model_config = ConfigDict(extra="allow")
-
-    type: str
     name: ToolName
 
 

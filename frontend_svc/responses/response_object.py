@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.responses.schema import HostedTool, NamedTool, ResponsesRequest
+from frontend_svc.openai.body.fields import HostedTool
+from frontend_svc.responses.schema import NamedTool, ResponsesRequest
 
 # Any: JSON.
 Json = dict[str, Any]

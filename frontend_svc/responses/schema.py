@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
     LIST,
@@ -46,6 +46,7 @@ from frontend_svc.openai.body.fields import (
     WRONG_TYPE,
     AtLeastOne,
     FunctionName,
+    HostedTool,
     StrictModel,
     UnsupportedField,
     check_pair_count,
@@ -246,14 +247,6 @@ class NamespaceTool(StrictModel):
     name: FunctionName
     description: str | None = None
     tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)]
-
-
-class HostedTool(StrictModel):
-    """A tool of HOSTED_TOOLS, with any settings."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
 
 
 RequestedTool: TypeAlias = Annotated[

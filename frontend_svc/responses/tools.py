@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import Unsupported
+from frontend_svc.openai.body.fields import HostedTool
 from frontend_svc.openai.body.schema import FunctionDefinition, Tool
 from frontend_svc.responses.schema import (
     FunctionTool,
-    HostedTool,
     NamespaceTool,
     ResponsesRequest,
 )

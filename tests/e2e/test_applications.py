@@ -48,6 +48,18 @@ def test_codex_learns_which_tool_is_left_out(mesh: Mesh) -> None:
     assert "x-kvmesh-omitted-tools" not in send(mesh, "qwen-code").headers
 
 
+@pytest.mark.parametrize("kind", ["web_search_\r\nx-injected: yes", "web_search_" + "a" * 100])
+@pytest.mark.parametrize("name", ["codex", "claude-code"])
+def test_the_type_of_a_tool_that_is_left_out_fits_in_a_header(
+    mesh: Mesh, name: str, kind: str
+) -> None:
+    tools = [*BODIES[name][1]["tools"], {"type": kind, "name": "search"}]
+    response = send(mesh, name, tools=tools)
+    assert "x-injected" not in response.headers
+    assert response.status_code == 400
+    assert f"tools[{len(tools) - 1}].type" in response.text
+
+
 def test_a_call_of_a_function_in_a_namespace_names_both(mesh: Mesh) -> None:
     agents = BODIES["codex"][1]["tools"][1]
     response = send(mesh, "codex", tools=[agents], tool_choice="required", stream=False)

@@ -220,6 +220,15 @@ class StrictModel(BaseModel):
         return value
 
 
+class HostedTool(StrictModel):
+    """A tool that a server of the vendor runs, with any settings. A response header names its type
+    if it is left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
+
+
 class GuidedFields(StrictModel):
     """Constraints on the text of a response, under the names of vLLM.
 
