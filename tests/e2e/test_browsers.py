@@ -29,6 +29,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     with Mesh(folder, workers=1, worker_flags=["--speedup=0"], frontend_flags=flags) as mesh:
         mesh.spawn("frontend", "--trust-traceparent", "--allowed-hosts=api.example").wait_ready()
+        wait_for(mesh.is_complete, "the frontends use the router and the worker")
         yield mesh
 
 

@@ -54,6 +54,19 @@ def children(frontend: Service) -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+def kill_and_wait(pid: int) -> None:
+    """Kills a process that its stopped parent does not reap. Waits until its threads have ended:
+    before, its listeners may accept a connection."""
+    os.kill(pid, signal.SIGKILL)
+    process = Path(f"/proc/{pid}")
+
+    def has_ended() -> bool:
+        state = (process / "stat").read_text().rpartition(") ")[2][0]
+        return state == "Z" and len(list((process / "task").iterdir())) == 1
+
+    wait_for(has_ended, "the killed process has ended")
+
+
 def serving_instances(mesh: Mesh) -> set[str]:
     return {event["instance"] for event in mesh.frontend.events("request")}
 
@@ -93,7 +106,7 @@ def test_a_killed_process_is_replaced_while_the_other_one_serves(mesh: Mesh) -> 
     # A stopped parent does not restart it.
     mesh.frontend.send(signal.SIGSTOP)
     try:
-        os.kill(min(earlier), signal.SIGKILL)
+        kill_and_wait(min(earlier))
         wait_for(lambda: is_ready(mesh, degraded=True), "the other process reports it")
         assert {complete(mesh) for _ in range(8)} == {200}
     finally:
@@ -189,10 +202,12 @@ def test_each_process_serves_the_sums_on_the_metrics_listener_with_its_key(mesh:
         assert get(url, "/metrics").status_code == 404
     # A stopped parent does not restart it.
     frontend.send(signal.SIGSTOP)
-    os.kill(min(children(frontend)), signal.SIGKILL)
-    for _ in range(8):
-        assert get(metrics, "/metrics").status_code == 200
-    frontend.kill()
+    try:
+        kill_and_wait(min(children(frontend)))
+        for _ in range(8):
+            assert get(metrics, "/metrics").status_code == 200
+    finally:
+        frontend.kill()
     wait_for(lambda: len(mesh.known_instance_ids("frontend")) == 2, "it has left")
 
 
