@@ -15,6 +15,9 @@ from collections.abc import Callable
 from typing import cast
 
 PENDING_MAX = 256
+# Receives for a connection that has ended or is handed over: without it, each connection would be
+# part of a reference cycle, and a flood of them would stop the process for its collection.
+_NOTHING = asyncio.Protocol()
 # What a connection may send before its turn: headers, and the data that the first window allows.
 PENDING_BYTES_MAX = 128 << 10
 
@@ -47,6 +50,7 @@ class PendingConnection(asyncio.Protocol):
         self.transport.set_protocol(self._accepted)
         if self._received:
             self.take_turn()
+        self._accepted = _NOTHING
 
     def take_turn(self) -> None:
         """Handles what has arrived."""
@@ -69,6 +73,7 @@ class PendingConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._table.remove(self)
         self._accepted.connection_lost(error)
+        self._accepted = _NOTHING
 
     def pause_writing(self) -> None:
         self._accepted.pause_writing()

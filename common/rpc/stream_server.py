@@ -163,6 +163,7 @@ class StreamServer:
                 continue
             if _has_ended(accepted):
                 accepted.close()
+                await asyncio.sleep(0)
                 continue
             call = ServedCall(self, source_of(str(address[0])))
             if len(self.pending) >= PENDING_MAX:

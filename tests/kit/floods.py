@@ -255,10 +255,11 @@ class Peaceful:
         ) as process:
             try:
                 assert process.stdout is not None
-                process.stdout.readline()  # the first ping has its response
+                # An empty line after the first response, or the figures if there was none.
+                first = process.stdout.readline().strip()
                 yield figures
-                output, _ = process.communicate(timeout=PING_TIMEOUT_S + 10)
-                for name, value in json.loads(output).items():
+                rest, _ = process.communicate(timeout=PING_TIMEOUT_S + 10)
+                for name, value in json.loads(first or rest).items():
                     setattr(figures, name, value)
             finally:
                 process.kill()

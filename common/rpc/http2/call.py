@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -132,16 +132,6 @@ class Http2Call(ABC):
         # The last frame of this end, until it is sent.
         self._last_frame: bytes | None = None
         self._final_status: CallStatus | None = None
-        self._handlers: Mapping[int, Callable[[int, int, bytes], None]] = {
-            FrameType.DATA: self._receive_data,
-            FrameType.HEADERS: self._receive_headers,
-            FrameType.RST_STREAM: self._receive_reset,
-            FrameType.SETTINGS: self._receive_settings,
-            FrameType.PUSH_PROMISE: self._refuse_push,
-            FrameType.PING: self._receive_ping,
-            FrameType.GOAWAY: self._receive_goaway,
-            FrameType.WINDOW_UPDATE: self._receive_window_update,
-        }
         self._output = [
             settings(
                 {
@@ -293,8 +283,29 @@ class Http2Call(ABC):
             self._continue_headers(flags, payload)
         elif kind == FrameType.CONTINUATION:
             raise ProtocolError("a continuation without headers")
-        elif (handler := self._handlers.get(kind)) is not None:
-            handler(flags, stream, payload)
+        else:
+            self._dispatch(kind, flags, stream, payload)
+
+    def _dispatch(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        """Handles a frame of any type but CONTINUATION; ignores unknown types. No table of bound
+        methods: a reference cycle would keep each ended call until a collection."""
+        match kind:
+            case FrameType.WINDOW_UPDATE:
+                self._receive_window_update(flags, stream, payload)
+            case FrameType.PING:
+                self._receive_ping(flags, stream, payload)
+            case FrameType.DATA:
+                self._receive_data(flags, stream, payload)
+            case FrameType.HEADERS:
+                self._receive_headers(flags, stream, payload)
+            case FrameType.SETTINGS:
+                self._receive_settings(flags, stream, payload)
+            case FrameType.RST_STREAM:
+                self._receive_reset(flags, stream, payload)
+            case FrameType.GOAWAY:
+                self._receive_goaway(flags, stream, payload)
+            case FrameType.PUSH_PROMISE:
+                self._refuse_push(flags, stream, payload)
 
     def _receive_data(self, flags: int, stream: int, payload: bytes) -> None:
         if stream != STREAM or self.headers is None:
