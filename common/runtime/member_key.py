@@ -11,7 +11,7 @@ id to any process, without the registry:
     reply: `<public key> <signature>` over the proof of the caller
 
 Ids outside MEMBER_IDS have no key: those of earlier versions, and of meshes without token and TLS.
-ADR 0043 has the reasons and the strength.
+ADR 0046 has the reasons and the strength.
 """
 
 from __future__ import annotations

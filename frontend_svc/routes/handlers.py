@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.errors import Unimplemented
+from common.runtime.build import build_name
 from frontend_svc.anthropic.models import ModelsQuery, model_info, models_page
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import MODEL_OWNER
@@ -55,6 +56,7 @@ class HealthHandlers:
                 "models": sorted(self._models.names() - now.models_not_ready.keys()),
                 "models_not_ready": dict(now.models_not_ready),
                 "instances": now.instances,
+                "build": build_name(),
             },
             200 if now.is_ready else 503,
         )

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
+from common.runtime.build import build_name
 from tests.kit.apps import living
 from tests.kit.engines import RecordingEngine
 from tests.kit.local_mesh import NS, local_mesh, pass_through, registration
@@ -80,6 +81,11 @@ async def test_the_entry_of_a_worker_is_json_and_names_the_model_that_clients_re
         )
         assert (await bed.models()) == ["Qwen/A"]
         assert (await bed.complete(model="Qwen/A")).status_code == 200
+
+
+async def test_health_states_whether_compiled_modules_run() -> None:
+    async with local_mesh() as bed:
+        assert (await bed.health())["build"] == build_name()
 
 
 async def check_key(logs: Logs, namespace: str, number: int, key: str) -> None:
