@@ -12,6 +12,7 @@ garbage collector.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ STREAM_TIMEOUT_S = 3600.0
 
 # Concurrent calls of methods that are open on loopback, health watches for example.
 OPEN_CALLS_MAX = 128
+# In the metadata of responses to these calls: the clock of this process, Unix time in ms. Tools
+# compare it with theirs.
+TIME_KEY = "x-kvmesh-time-ms"
 
 # In quotes: this class is generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -222,6 +226,8 @@ class _ServedMethod:
             self.open_calls.check()
         admission = self.callers.check(self.name, headers, context)
         bind_caller_id(admission.caller_id)
+        if self.open_calls is not None:
+            return (*admission.metadata, (TIME_KEY, f"{time.time() * 1000:.0f}"))
         return admission.metadata
 
     async def _send_proofs(self, proofs: tuple[tuple[str, str], ...], context: Context) -> None:

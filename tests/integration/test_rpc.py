@@ -30,6 +30,7 @@ from structlog.testing import capture_logs
 from common import errors
 from common.rpc import authentication, call_context, interceptors
 from common.rpc import channel as rpc
+from common.rpc.interceptors import TIME_KEY
 from common.rpc.status import (
     STATUS_DETAILS_KEY,
     map_rpc_errors,
@@ -412,6 +413,15 @@ async def test_health_and_reflection_stay_open_on_loopback() -> None:
         async with rpc.cancelling(stub.ServerReflectionInfo(iter([query]))) as call:
             listed = (await call.read()).list_services_response.service
     assert {"test.Echo", "grpc.health.v1.Health"} <= {service.name for service in listed}
+
+
+async def test_responses_to_health_checks_carry_the_clock_of_the_process() -> None:
+    async with serving(echo, security=rpc.Security(token="s3cret")) as service:
+        before_ms = time.time() * 1000
+        call = health_stub(service.channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        await call
+        trailing = dict(await call.trailing_metadata())
+        assert before_ms - 1 <= int(trailing[TIME_KEY]) <= time.time() * 1000 + 1
 
 
 def test_only_peers_on_this_host_count_as_local() -> None:
