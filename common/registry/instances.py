@@ -42,6 +42,9 @@ PREFILL_BYPASS_META_KEY = "prefill_bypass"
 # In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.
 UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
 
+# In meta: a fingerprint of the mesh key, which all members must share; "": none is set. Optional.
+HASH_KEY_META_KEY = "mesh_key"
+
 _NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (
     "block_size",

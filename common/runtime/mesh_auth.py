@@ -31,6 +31,7 @@ CALL_VALID_S = 60
 NONCES_MAX = 1 << 16
 
 _SALT = b"kvmesh mesh token 1"
+_KEY_SALT = b"kvmesh mesh key 1"
 _STAMP = re.compile(r"([0-9]{1,16}) ([0-9a-f]{32}) ([^ ]+)")
 
 
@@ -85,6 +86,15 @@ def new_call_stamp(address: str, now_s: float) -> str:
     """Returns what limits a proof to one call: `<Unix ms> <nonce> <address>`. address: dialled,
     `host:port`."""
     return f"{now_s * 1000:.0f} {secrets.token_hex(16)} {address}"
+
+
+def key_fingerprint(mesh_key: str) -> str:
+    """Returns what members advertise of the mesh key, so that tools find members with another one;
+    "" without one. It has 24 bits: too few to confirm a guess of a random key."""
+    if not mesh_key:
+        return ""
+    digest = hashlib.scrypt(mesh_key.encode(), salt=_KEY_SALT, n=1 << 14, r=8, p=1, dklen=3)
+    return digest.hex()
 
 
 class FreshCalls:

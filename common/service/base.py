@@ -9,7 +9,13 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from common.registry.instances import STREAM_META_KEY, Instance, Service, new_instance_id
+from common.registry.instances import (
+    HASH_KEY_META_KEY,
+    STREAM_META_KEY,
+    Instance,
+    Service,
+    new_instance_id,
+)
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Lease, Registry
 from common.rpc import channel as rpc
@@ -19,6 +25,7 @@ from common.runtime import env
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
+from common.runtime.mesh_auth import key_fingerprint
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
 from common.service.metrics_server import add_process_metrics, serve_metrics
 from common.service.state_metrics import Reading, StateCollector, counter, gauge
@@ -133,6 +140,7 @@ class ServiceApp(Generic[ConfigT]):
         self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._own_addresses |= rpc.own_addresses(config.host, port, config.advertise_host)
         self._meta = health_check_meta(config, self.address, lifecycle.health.port)
+        self._meta[HASH_KEY_META_KEY] = key_fingerprint(config.mesh_key)
         if has_streams:
             stream_port = self._streams.bind(config.host, config.stream_port)
             host = config.advertise_host or config.host
