@@ -37,6 +37,10 @@ def run_command(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             from meshctl.commands.keys import keys
 
             return keys(flags, environ)
+        case ["doctor", *flags]:
+            from meshctl.commands.doctor import run
+
+            return run(flags, environ)
         case ["replay", *flags]:
             from meshctl.commands.replay import replay
 

@@ -55,8 +55,10 @@ def consul_binary() -> str:
 class ConsulAgent:
     """`consul agent -dev` on its own ports, which stay the same; a restart loses its state."""
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
+        """flags: more flags of the agent."""
         self._binary = consul_binary()
+        self._flags = flags
         first = free_ports(len(PORTS))
         self._ports = range(first, first + len(PORTS))
         self.url = f"http://127.0.0.1:{self._ports[0]}"
@@ -68,7 +70,10 @@ class ConsulAgent:
             return
         flags = [f"-{n}-port={p}" for n, p in zip(PORTS, self._ports, strict=True)]
         self._process = subprocess.Popen(
-            [self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", LIMITS, *flags],
+            [
+                *(self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", LIMITS),
+                *(*flags, *self._flags),
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

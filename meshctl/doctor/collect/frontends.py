@@ -1,0 +1,38 @@
+"""The readiness of frontends over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from meshctl.doctor.facts import FrontendFacts
+
+
+async def read_frontend(address: str, limit_s: float) -> FrontendFacts:
+    """Returns the response of `/ready`, which needs no key.
+
+    With TLS, the certificate is not checked here: a check of certificates reports it.
+    """
+    async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+        error = ""
+        for scheme in ("http", "https"):
+            try:
+                async with asyncio.timeout(limit_s):
+                    response = await http.get(f"{scheme}://{address}/ready", timeout=limit_s)
+            except (TimeoutError, httpx.TimeoutException):
+                return FrontendFacts(error=f"no response within {limit_s:g} s")
+            except httpx.HTTPError as raised:
+                # A TLS port ends a plain request without a response.
+                error = error or str(raised) or type(raised).__name__
+                continue
+            return _parse(response)
+    return FrontendFacts(error=error)
+
+
+def _parse(response: httpx.Response) -> FrontendFacts:
+    try:
+        body = response.json()
+        return FrontendFacts(bool(body["ready"]), tuple(body["reasons"]), tuple(body["degraded"]))
+    except (ValueError, LookupError, TypeError):
+        return FrontendFacts(error=f"status {response.status_code} without a readiness")

@@ -1,0 +1,266 @@
+"""What the checks of doctor know about a mesh and this host (pure).
+
+A fact that could not be read is None, or has an `error`; "" means that there was none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.registry.instances import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Above or below which facts are findings."""
+
+    answer_s: float = 2.0
+    """Time for each question to a member or the registry."""
+
+    disk_free_mb: float = 512.0
+    """Least free space of a folder that services write to."""
+
+    certificate_days: float = 14.0
+    """Least remaining validity of a certificate."""
+
+    call_valid_s: float = 60.0
+    """Difference of clocks above which calls with a mesh token are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """A process of this host."""
+
+    pid: int
+    command: str
+    """Its program and module, without other arguments, which may be secrets."""
+
+    state: str = "S"
+    """Its state in /proc: R, S, D, T (stopped), Z (ended), ..."""
+
+    descriptors: int | None = None
+    """Open file descriptors; None: they belong to another user."""
+
+    descriptor_limit: int | None = None
+    """Its soft limit of them."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Its settings by field name, from flags and variables; defaults are absent."""
+
+    folder: Path = Path()
+    """Its working folder, to which relative paths refer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """A folder that services write to."""
+
+    path: Path
+    use: str
+    """What is written there, such as `registry`."""
+
+    write_error: str = ""
+    """Why a file could not be written there."""
+
+    free_mb: float | None = None
+    """Free space for ordinary users."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file that contains secrets."""
+
+    path: Path
+    setting: str
+    """The flag or variable that names it."""
+
+    mode: int | None = None
+    """Its permission bits; None: there is no such file."""
+
+    error: str = ""
+    """Why it cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """A port that a setting names."""
+
+    port: int
+    setting: str
+    error: str = ""
+    """Why it cannot be bound."""
+
+    holder: ProcessFacts | None = None
+    """The process that listens on it, if that is known."""
+
+    is_of_mesh: bool = False
+    """Whether a registered member listens on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFacts:
+    """A certificate in a file or as a port presents it."""
+
+    place: str
+    """The path, or the address of the port."""
+
+    name: str = ""
+    """Its subject, or its first alternative name."""
+
+    starts_s: float = 0.0
+    """Unix time from which it is valid."""
+
+    ends_s: float = 0.0
+    """Unix time until which it is valid."""
+
+    error: str = ""
+    """Why it cannot be read, or does not fit its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryFacts:
+    """The registry of the mesh."""
+
+    place: str
+    """Its name for operators."""
+
+    kind: str = "file"
+    error: str = ""
+    """Why it cannot be read."""
+
+    refused: str = ""
+    """What its access control refuses."""
+
+    foreign: tuple[Instance, ...] = ()
+    """Entries that do not prove that they belong to the mesh."""
+
+    orphans: tuple[str, ...] = ()
+    """Names of entries whose processes have ended."""
+
+    unreadable: tuple[str, ...] = ()
+    """Names of entries and files that are no instances."""
+
+    card_errors: Mapping[str, str] = field(default_factory=dict)
+    """Why the card with a checksum cannot be read, of cards that members name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank of a worker in the index of a router or an indexer."""
+
+    worker_id: int
+    rank: int
+    state: str
+    """exact, degraded, stale, gapped, approx or none."""
+
+    reason: str = ""
+    partition: tuple[int, int, int] | None = None
+    """Block size, hash scheme and version of the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRank:
+    """The comparison of a rank's blocks in an index with those of its worker."""
+
+    worker_id: int
+    rank: int
+    extra: int = 0
+    """Blocks in the index only."""
+
+    missing: int = 0
+    """Blocks at the worker only."""
+
+    error: str = ""
+    """Why they could not be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerFacts:
+    ranks: tuple[RankState, ...] = ()
+    used_bytes: int = 0
+    budget_bytes: int = 0
+    """0: no limit."""
+
+    verified: tuple[VerifiedRank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendFacts:
+    """The response of a frontend's `/ready`."""
+
+    is_ready: bool = False
+    reasons: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+    error: str = ""
+    """Why there is no response."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFacts:
+    """A registered instance, and what it answered."""
+
+    instance: Instance
+    health: str = "serving"
+    """Its gRPC health, or the code of the error, in lower case."""
+
+    detail: str = ""
+    """The text of the error."""
+
+    clock_ahead_s: float | None = None
+    """Its clock minus the clock of this host."""
+
+    clock_error_s: float = 0.0
+    """Largest error of this difference: half of the round trip."""
+
+    engine_failure: str = ""
+    """Of a worker: why its probes fail."""
+
+    ranks: tuple[RankState, ...] | None = None
+    """Of a router: the index of each worker."""
+
+    indexer: IndexerFacts | None = None
+    frontend: FrontendFacts | None = None
+    process: ProcessFacts | None = None
+    """Its process, if it runs on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """This host and the environment of doctor."""
+
+    python: str = ""
+    cores: int = 1
+    descriptor_limit: int = 0
+    """Hard limit of file descriptors (ulimit -Hn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the checks read."""
+
+    now_s: float
+    """Unix time."""
+
+    limits: Limits = Limits()
+    namespace: str = "default"
+    has_token: bool = False
+    """Whether doctor has a mesh token."""
+
+    setting_problems: tuple[str, ...] = ()
+    """Invalid settings, as `name: problem`."""
+
+    host: HostFacts = HostFacts()
+    registry: RegistryFacts | None = None
+    """None: the settings do not name one."""
+
+    members: tuple[MemberFacts, ...] = ()
+    folders: tuple[FolderFacts, ...] = ()
+    secret_files: tuple[FileFacts, ...] = ()
+    ports: tuple[PortFacts, ...] = ()
+    certificates: tuple[CertificateFacts, ...] = ()
+
+    def of(self, service: str) -> tuple[MemberFacts, ...]:
+        """Returns the members of a service."""
+        return tuple(member for member in self.members if member.instance.service == service)
