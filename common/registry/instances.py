@@ -44,6 +44,8 @@ UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
 
 # In meta: a fingerprint of the mesh key, which all members must share; "": none is set. Optional.
 HASH_KEY_META_KEY = "mesh_key"
+# In meta: version and form of the process (`common/runtime/build.py`); optional.
+BUILD_META_KEY = "build"
 
 _NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (

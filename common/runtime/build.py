@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from typing import Literal
@@ -23,3 +24,13 @@ def is_compiled() -> bool:
 def build_name() -> Literal["compiled", "source"]:
     """Returns the name of the form, as `/health` shows it."""
     return "compiled" if is_compiled() else "source"
+
+
+def build_id() -> str:
+    """Returns version and form, as members advertise them: `0.1.0 compiled`."""
+    try:
+        # Without the local part, which names the form too.
+        version = metadata.version("kvmesh").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        version = "uninstalled"
+    return f"{version} {build_name()}"

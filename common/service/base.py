@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from common.registry.instances import (
+    BUILD_META_KEY,
     HASH_KEY_META_KEY,
     STREAM_META_KEY,
     Instance,
@@ -22,6 +23,7 @@ from common.rpc import channel as rpc
 from common.rpc.interceptors import RunningCalls
 from common.rpc.stream_server import StreamServer
 from common.runtime import env
+from common.runtime.build import build_id
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
@@ -141,6 +143,7 @@ class ServiceApp(Generic[ConfigT]):
         self._own_addresses |= rpc.own_addresses(config.host, port, config.advertise_host)
         self._meta = health_check_meta(config, self.address, lifecycle.health.port)
         self._meta[HASH_KEY_META_KEY] = key_fingerprint(config.mesh_key)
+        self._meta[BUILD_META_KEY] = build_id()
         if has_streams:
             stream_port = self._streams.bind(config.host, config.stream_port)
             host = config.advertise_host or config.host

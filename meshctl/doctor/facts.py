@@ -231,6 +231,9 @@ class HostFacts:
     """This host and the environment of doctor."""
 
     python: str = ""
+    build: str = ""
+    """Version and form of this installation, as members advertise theirs."""
+
     cores: int = 1
     descriptor_limit: int = 0
     """Hard limit of file descriptors (ulimit -Hn)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshctl.doctor.facts import Facts
 from meshctl.doctor.findings import Finding, Severity, Subject
+from meshctl.doctor.rules import NOTHING
 
 EXIT_ERRORS = 1
 
@@ -47,7 +48,7 @@ def to_lines(facts: Facts, findings: Sequence[Finding]) -> list[str]:
         lines.append(str(subject))
         for finding in of_subject:
             lines.append(f"  {finding.severity.value:<8} {finding.name}: {finding.found}")
-            if finding.severity is not Severity.NOTE:
+            if finding.remedy != NOTHING:
                 lines.append(f"           -> {finding.remedy}")
     counts = ", ".join(
         f"{count} {severity.value}{'' if count == 1 else 's'}"

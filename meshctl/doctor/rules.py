@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from meshctl.doctor.findings import Finding, Rule, Severity, Subject
 
 _ERROR, _WARNING, _NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+
+# The remedy of notes that need none.
+NOTHING: Final = "nothing"
 
 RULES = {
     rule.name: rule
@@ -273,8 +278,20 @@ RULES = {
             "raise its limit (LimitNOFILE= of systemd, --ulimit nofile= of a container engine) and"
             " restart {name}",
         ),
-        Rule("python", _NOTE, "the Python that runs doctor", "nothing"),
-        Rule("cores", _NOTE, "the processor cores of this host", "nothing"),
+        Rule(
+            "versions_differ",
+            _WARNING,
+            "members are of different versions or forms",
+            "finish the upgrade: replace {names} by the version of the others",
+        ),
+        Rule(
+            "not_compiled",
+            _NOTE,
+            "services run from source and not as compiled modules: a router serves fewer decisions",
+            "use the images, or `pip install .` with a C compiler (see Compiled modules)",
+        ),
+        Rule("python", _NOTE, "the Python that runs doctor", NOTHING),
+        Rule("cores", _NOTE, "the processor cores of this host", NOTHING),
     )
 }
 

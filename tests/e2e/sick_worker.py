@@ -1,6 +1,7 @@
 """A worker with defects for doctor to find, beside those that its flags make:
 
 - its clock is CLOCK_AHEAD_S ahead;
+- it is of another version;
 - it lists a KV block that it has not published.
 
     python -m tests.e2e.sick_worker FLAGS...
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import time
+from importlib import metadata
 from typing import Any
 
 from common.service.base import main
@@ -18,6 +20,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.serving.service import EngineServicer
 
 CLOCK_AHEAD_S = 300.0
+VERSION = "0.0.9"
 
 
 async def list_one_more(self: EngineServicer, request: Any, context: Any) -> None:
@@ -34,5 +37,6 @@ async def list_one_more(self: EngineServicer, request: Any, context: Any) -> Non
 if __name__ == "__main__":
     unix_s = time.time
     time.time = lambda: unix_s() + CLOCK_AHEAD_S
+    metadata.version = lambda distribution_name: VERSION
     EngineServicer.ListKvBlocks = list_one_more  # type: ignore[method-assign]
     main("worker", WorkerConfig, WorkerApp)

@@ -22,9 +22,11 @@ from typing import Any
 
 import pytest
 
+from common.runtime.build import build_name
 from meshctl.commands.doctor import DoctorConfig, doctor
 from meshctl.commands.keys import keys as meshctl_keys
 from tests.contract.consul_agent import ConsulAgent
+from tests.e2e.sick_worker import VERSION
 from tests.kit.certificates import Authority
 from tests.kit.processes import ROOT, Mesh, Service
 from tests.kit.waiting import wait_for
@@ -194,7 +196,7 @@ def test_a_key_file_of_a_running_frontend_that_is_gone_or_readable_is_named(mesh
     assert missing.status == 1
 
 
-def test_a_worker_with_another_clock_key_and_blocks_is_named(mesh: Mesh) -> None:
+def test_a_worker_with_another_clock_key_version_and_blocks_is_named(mesh: Mesh) -> None:
     flags = [f"--registry-path={mesh.folder / 'registry'}", "--mesh-key=another"]
     sick = Service(
         "worker",
@@ -215,6 +217,8 @@ def test_a_worker_with_another_clock_key_and_blocks_is_named(mesh: Mesh) -> None
     assert "timedatectl" in clock["remedy"]
     assert "sick" in report.one("hashes_differ")["found"]
     assert "KVMESH_MESH_KEY" in report.one("hashes_differ")["remedy"]
+    assert f"{VERSION} {build_name()}: sick" in report.one("versions_differ")["found"]
+    assert "replace sick" in report.one("versions_differ")["remedy"]
     assert "1 only there" in report.one("index_drift")["found"]
     assert "restart worker sick" in report.one("index_drift")["remedy"]
 

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 
 from meshctl.doctor.checks.certificates import check_certificates
 from meshctl.doctor.checks.clocks import check_clocks
-from meshctl.doctor.checks.host import check_descriptors, check_disk, check_host, check_ports
+from meshctl.doctor.checks.host import (
+    check_builds,
+    check_descriptors,
+    check_disk,
+    check_host,
+    check_ports,
+)
 from meshctl.doctor.checks.index import check_hashes, check_indexers, check_replicas, check_verified
 from meshctl.doctor.checks.members import check_frontends, check_members, check_roles
 from meshctl.doctor.checks.registry import check_cards, check_entries, check_registry
@@ -32,6 +38,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_certificates,
     check_disk,
     check_descriptors,
+    check_builds,
     check_host,
 )
 

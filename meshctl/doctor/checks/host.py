@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from common.registry.instances import BUILD_META_KEY
 from meshctl.doctor.facts import Facts
 from meshctl.doctor.findings import Finding, Subject, member_subject
 from meshctl.doctor.rules import finding
@@ -14,6 +15,8 @@ DESCRIPTORS_MIN: Final = 1024
 DESCRIPTORS_WANTED: Final = 32_768
 # Share of its limit above which a process has few descriptors left.
 DESCRIPTORS_SHARE_MAX: Final = 0.8
+# At the end of a build.
+SOURCE: Final = "source"
 HOST: Final = Subject("host")
 
 
@@ -55,6 +58,25 @@ def check_descriptors(facts: Facts) -> Iterator[Finding]:
             subject = member_subject(member.instance)
             text = f"{process.descriptors}/{process.descriptor_limit} file descriptors are open"
             yield finding("descriptors_used", subject, text, name=subject.name)
+
+
+def check_builds(facts: Facts) -> Iterator[Finding]:
+    builds: dict[str, list[str]] = {}
+    for member in facts.members:
+        build = member.instance.meta.get(BUILD_META_KEY, "an earlier version")
+        builds.setdefault(build, []).append(member_subject(member.instance).name)
+    if len(builds) > 1:
+        groups = sorted(builds.items(), key=lambda item: len(item[1]))
+        text = "; ".join(f"{build}: {', '.join(sorted(names))}" for build, names in groups)
+        names = ", ".join(sorted(groups[0][1]))
+        yield finding("versions_differ", Subject("mesh", facts.namespace), text, names=names)
+    from_source = sum(len(names) for build, names in builds.items() if build.endswith(SOURCE))
+    if from_source or facts.host.build.endswith(SOURCE):
+        text = (
+            f"this installation is {facts.host.build};"
+            f" {from_source}/{len(facts.members)} members run from source"
+        )
+        yield finding("not_compiled", HOST, text)
 
 
 def check_host(facts: Facts) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.api_keys import parse_keys
 from common.errors import InvalidRequest
+from common.runtime.build import build_id
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
 from meshctl.doctor.facts import FileFacts, FolderFacts, HostFacts
 
@@ -22,6 +23,7 @@ _MB = 1 << 20
 def read_host() -> HostFacts:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return HostFacts(
+        build=build_id(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
         cores=len(os.sched_getaffinity(0)),
         descriptor_limit=1 << 30 if hard == resource.RLIM_INFINITY else hard,

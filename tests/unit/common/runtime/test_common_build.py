@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def test_an_extension_module_is_the_compiled_form(
     spec = ModuleSpec("common.kv.prefix_index", None, origin=file)
     monkeypatch.setattr(build, "find_spec", lambda _: spec)
     assert build.build_name() == name
+
+
+@pytest.mark.parametrize("installed", ["0.3.0", "0.3.0+compiled"])
+def test_members_advertise_the_version_without_its_local_part(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda distribution_name: installed)
+    assert build.build_id() == f"0.3.0 {build.build_name()}"
+
+
+def test_a_tree_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_not_found(distribution_name: str) -> str:
+        raise metadata.PackageNotFoundError(distribution_name)
+
+    monkeypatch.setattr(metadata, "version", raise_not_found)
+    assert build.build_id() == f"uninstalled {build.build_name()}"

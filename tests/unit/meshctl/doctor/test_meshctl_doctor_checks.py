@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.registry.instances import HASH_KEY_META_KEY, Instance, Service
+from common.registry.instances import BUILD_META_KEY, HASH_KEY_META_KEY, Instance, Service
 from meshctl.doctor.checks import find_problems
 from meshctl.doctor.facts import (
     CertificateFacts,
@@ -32,13 +32,14 @@ from meshctl.doctor.rules import RULES
 NOW_S = 1_800_000_000.0
 DAY_S = 86_400.0
 CARD = "c" * 64
+BUILD = "0.1.0 compiled"
 FILE = Path("/etc/kvmesh/file")
 OTHER = ProcessFacts(7, "python -m http.server")
 
 
 def instance(number: int, service: Service, **fields: Any) -> Instance:
     address = f"127.0.0.1:{9000 + number}"
-    fields = {"meta": {HASH_KEY_META_KEY: ""}, **fields}
+    fields = {"meta": {HASH_KEY_META_KEY: "", BUILD_META_KEY: BUILD}, **fields}
     return Instance(number, "default", service, f"{service}-{number}", address, **fields)
 
 
@@ -62,7 +63,7 @@ INDEXER = MemberFacts(
 WORKER = MemberFacts(worker_instance())
 HEALTHY = Facts(
     now_s=NOW_S,
-    host=HostFacts("CPython 3.11.7", 8, 1 << 20),
+    host=HostFacts("CPython 3.11.7", BUILD, 8, 1 << 20),
     registry=RegistryFacts("the registry /run"),
     members=(FRONTEND, ROUTER, INDEXER, WORKER),
     folders=(FolderFacts(Path("/run"), "registry", free_mb=1e5),),
@@ -100,6 +101,10 @@ def with_certificate(starts_s: float = 0.0, ends_s: float = 0.0, error: str = ""
 
 def with_folder(**changes: Any) -> Facts:
     return replace(HEALTHY, folders=(replace(HEALTHY.folders[0], **changes),))
+
+
+def with_descriptor_limit(limit: int) -> Facts:
+    return replace(HEALTHY, host=replace(HEALTHY.host, descriptor_limit=limit))
 
 
 def with_port(error: str, holder: ProcessFacts | None) -> Facts:
@@ -222,12 +227,27 @@ CASES: list[tuple[str, Facts, str]] = [
     ("certificate_expired", with_certificate(DAY_S, 20 * DAY_S), "valid from"),
     ("certificate_ends_soon", with_certificate(-DAY_S, 13 * DAY_S), "in 13.0 days"),
     ("disk_full", with_folder(free_mb=3.0), "3 MB are free, the limit is 512 MB"),
-    ("descriptors_too_few", replace(HEALTHY, host=HostFacts("", 1, 1000)), "ulimit -Hn is 1000"),
-    ("descriptors_few", replace(HEALTHY, host=HostFacts("", 1, 4096)), "ulimit -Hn 32768"),
+    ("descriptors_too_few", with_descriptor_limit(1000), "ulimit -Hn is 1000"),
+    ("descriptors_few", with_descriptor_limit(4096), "ulimit -Hn 32768"),
     (
         "descriptors_used",
         with_member(FRONTEND, process=replace(OTHER, descriptors=900, descriptor_limit=1000)),
         "900/1000",
+    ),
+    (
+        "versions_differ",
+        with_member(ROUTER, instance=instance(2, "router", meta={BUILD_META_KEY: "0.2.0 source"})),
+        "replace router-2 by",
+    ),
+    (
+        "versions_differ",
+        with_member(ROUTER, instance=instance(2, "router", meta={})),
+        "an earlier version: router-2",
+    ),
+    (
+        "not_compiled",
+        replace(HEALTHY, host=replace(HEALTHY.host, build="0.1.0 source")),
+        "pip install .",
     ),
     ("python", HEALTHY, "CPython 3.11.7"),
     ("cores", HEALTHY, "8 cores"),
