@@ -46,7 +46,7 @@ from worker_svc.engines.sim.config import (
     load_sim_model,
 )
 from worker_svc.engines.sim.engine import SimEngine
-from worker_svc.engines.sim.network import LINE_BYTES_MAX
+from worker_svc.engines.sim.network import FRAME_BYTES_MAX
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
@@ -271,9 +271,9 @@ async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
         silent, _silent_writer = await asyncio.open_connection(*address)
         for sent in (
             b"GET / HTTP/1.1\r\n",
-            b"x" * (LINE_BYTES_MAX + 1),
-            b"\xff\n",
-            b"\n",
+            (FRAME_BYTES_MAX + 1).to_bytes(4, "little"),
+            b"\1\0\0\0\xff",
+            b"\0\0\0\0",
         ):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(sent)

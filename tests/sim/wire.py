@@ -23,8 +23,8 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
 from router_svc.replication_sync import OpenSync, Stream
 from tests.sim.net import Process, SimNetwork, StreamEnd
+from worker_svc.engines.sim.messages import FRAME_LENGTH_BYTES, from_bytes, to_frame
 from worker_svc.engines.sim.messages import Message as HandoffMessage
-from worker_svc.engines.sim.messages import from_line, to_line
 from worker_svc.engines.sim.network import Connection
 from worker_svc.kv_events.publish_link import OpenCall, PublishCall
 
@@ -50,7 +50,7 @@ class _HandoffConnection:
         self.closed = asyncio.Event()
 
     def send(self, message: HandoffMessage) -> None:
-        self.end.push(to_line(message))
+        self.end.push(to_frame(message))
 
     async def flushed(self) -> None:
         try:
@@ -60,10 +60,12 @@ class _HandoffConnection:
 
     async def receive(self) -> HandoffMessage | None:
         try:
-            line = None if self.closed.is_set() else await self.end.read()
+            frame = None if self.closed.is_set() else await self.end.read()
         except MeshError:
             return None
-        return None if line is None or self.closed.is_set() else from_line(line)
+        if frame is None or self.closed.is_set():
+            return None
+        return from_bytes(frame[FRAME_LENGTH_BYTES:])
 
     def close(self) -> None:
         if not self.closed.is_set():

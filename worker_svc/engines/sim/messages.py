@@ -1,11 +1,15 @@
-"""Messages of a KV handoff between simulated engines, and their encoding as JSON lines. Pure."""
+"""Messages of a KV handoff between simulated engines, and their encoding. Pure.
+
+A frame is its length (4 bytes, little endian), the name of the message, a space, and the fields as
+a JSON object. It is the same in all versions that work together (docs/operations.md).
+"""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -27,7 +31,6 @@ class Pull:
     block_size: U32
     pages: list[int]
     """Where prefill writes, in the order of the prompt."""
-    kind: Literal["pull"] = "pull"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,6 @@ class Drop:
     """No decode leg will pull this room."""
 
     room: U64
-    kind: Literal["drop"] = "drop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,6 @@ class Write:
     pages: list[int]
     stamps: list[int]
     """What is written to each page (`page_stamps`)."""
-    kind: Literal["write"] = "write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ class Done:
     """The first of the output, even if it ends the output."""
     cached_tokens: U32
     """Prompt tokens found in prefill's cache."""
-    kind: Literal["done"] = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +64,57 @@ class Fail:
     """Prefill failed and writes nothing more."""
 
     reason: str
-    kind: Literal["fail"] = "fail"
 
 
 class Signal(StrEnum):
     """The messages without fields."""
 
-    JOINED = "joined"
+    JOINED = "Joined"
     """The prefill leg is present."""
-    PING = "ping"
+    PING = "Ping"
     """The prefill leg is still alive."""
-    ABORT = "abort"
+    ABORT = "Abort"
     """Decode requests the end of all writes."""
-    ABORTED = "aborted"
+    ABORTED = "Aborted"
     """Prefill writes nothing more."""
-    RECEIVED = "received"
+    RECEIVED = "Received"
     """Decode has received all pages."""
 
 
 Message: TypeAlias = Pull | Drop | Write | Done | Fail | Signal
-_CODEC: Final[TypeAdapter[Message]] = TypeAdapter(
-    Annotated[Pull | Drop | Write | Done | Fail, Field(discriminator="kind")] | Signal
-)
+FRAME_LENGTH_BYTES: Final = 4
+# Any: an adapter of each type.
+_FIELDS: Final[dict[bytes, TypeAdapter[Any]]] = {
+    kind.__name__.encode(): TypeAdapter(kind) for kind in (Pull, Drop, Write, Done, Fail)
+}
+_NO_FIELDS: Final = b"{}"
+_SIGNALS: Final = {signal.encode(): signal for signal in Signal}
 
 
-def to_line(message: Message) -> bytes:
-    """Returns the message as one line of JSON."""
-    return _CODEC.dump_json(message) + b"\n"
+def to_frame(message: Message) -> bytes:
+    """Returns the message with its length before it."""
+    if isinstance(message, Signal):
+        name, fields = message.encode(), _NO_FIELDS
+    else:
+        name = type(message).__name__.encode()
+        fields = _FIELDS[name].dump_json(message)
+    length = len(name) + 1 + len(fields)
+    return length.to_bytes(FRAME_LENGTH_BYTES, "little") + name + b" " + fields
 
 
-def from_line(line: bytes) -> Message:
-    """Returns the message of a line. Raises InvalidRequest if it is malformed."""
+def from_bytes(data: bytes) -> Message:
+    """Returns the message of a frame without its length. Raises InvalidRequest if it is
+    malformed."""
+    name, _, fields = data.partition(b" ")
+    if name in _SIGNALS and fields == _NO_FIELDS:
+        return _SIGNALS[name]
+    if name not in _FIELDS:
+        raise InvalidRequest(f"unknown message {data!r:.40}", "message")
     try:
-        return _CODEC.validate_json(line, strict=True)
+        message: Message = _FIELDS[name].validate_json(fields, strict=True)
     except ValidationError as error:
-        raise InvalidRequest(error.errors()[0]["msg"], "message") from None
+        raise InvalidRequest(f"{name.decode()}: {error.errors()[0]['msg']}", "message") from None
+    return message
 
 
 def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int]:

@@ -1,4 +1,4 @@
-"""Connections between simulated engines: JSON lines over TCP.
+"""Connections between simulated engines: frames over TCP.
 
 The machines of `transfer.py` rely on one guarantee: after `Connection.close` nothing is received.
 """
@@ -13,9 +13,14 @@ from typing import Final, Protocol
 import structlog
 
 from common.errors import InvalidRequest
-from worker_svc.engines.sim.messages import Message, from_line, to_line
+from worker_svc.engines.sim.messages import (
+    FRAME_LENGTH_BYTES,
+    Message,
+    from_bytes,
+    to_frame,
+)
 
-LINE_BYTES_MAX: Final = 4 << 20
+FRAME_BYTES_MAX: Final = 4 << 20
 # Time to send queued messages after a close, in seconds: a peer that does not read must not keep
 # the connection open forever.
 _LINGER_S: Final = 2.0
@@ -64,22 +69,25 @@ class _TcpConnection:
 
     def send(self, message: Message) -> None:
         if not self._writer.is_closing():
-            self._writer.write(to_line(message))
+            self._writer.write(to_frame(message))
 
     async def flushed(self) -> None:
         await self._writer.drain()
 
     async def receive(self) -> Message | None:
         try:
-            line = await self._reader.readuntil(b"\n")
-            return None if self._is_closed else from_line(line)
+            prefix = await self._reader.readexactly(FRAME_LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            if length > FRAME_BYTES_MAX:
+                log.warning("handoff_frame_too_long", bytes=length)
+                return None
+            data = await self._reader.readexactly(length)
+            return None if self._is_closed else from_bytes(data)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        except asyncio.LimitOverrunError as error:
-            log.warning("handoff_frame_too_long", bytes=error.consumed)
         except InvalidRequest as error:
             log.warning("handoff_frame_invalid", error=error.message)
-        return None
+            return None
 
     def close(self) -> None:
         if not self._is_closed:
@@ -100,14 +108,12 @@ class TcpNetwork:
         def on_accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             on_connection(_TcpConnection(reader, writer))
 
-        self._server = await asyncio.start_server(
-            on_accepted, host, port, limit=LINE_BYTES_MAX, backlog=1024
-        )
+        self._server = await asyncio.start_server(on_accepted, host, port, backlog=1024)
         bound_port: int = self._server.sockets[0].getsockname()[1]
         return bound_port
 
     async def dial(self, host: str, port: int) -> Connection:
-        return _TcpConnection(*await asyncio.open_connection(host, port, limit=LINE_BYTES_MAX))
+        return _TcpConnection(*await asyncio.open_connection(host, port))
 
     def close(self) -> None:
         if self._server is not None:

@@ -24,6 +24,7 @@ from worker_svc.engines.handoff import (
 )
 from worker_svc.engines.sim.block_manager import BlockManager
 from worker_svc.engines.sim.messages import (
+    FRAME_LENGTH_BYTES,
     Done,
     Drop,
     Fail,
@@ -31,9 +32,9 @@ from worker_svc.engines.sim.messages import (
     Pull,
     Signal,
     Write,
-    from_line,
+    from_bytes,
     page_stamps,
-    to_line,
+    to_frame,
 )
 from worker_svc.engines.sim.transfer import (
     Action,
@@ -94,44 +95,58 @@ def decode(*, placed: bool = True, pulled: bool = True) -> DecodeMachine:
 # The wire.
 
 
+def to_data(message: Message) -> bytes:
+    """Returns the frame of a message without its length."""
+    return to_frame(message)[FRAME_LENGTH_BYTES:]
+
+
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=str)
-def test_every_message_survives_the_wire_as_one_line(message: Message) -> None:
-    line = to_line(message)
-    assert from_line(line) == message
-    assert line.find(b"\n") == len(line) - 1
+def test_every_message_survives_the_wire_as_one_frame(message: Message) -> None:
+    frame = to_frame(message)
+    data = to_data(message)
+    assert from_bytes(data) == message
+    assert int.from_bytes(frame[:FRAME_LENGTH_BYTES], "little") == len(data)
+
+
+def test_frames_are_those_of_earlier_versions() -> None:
+    assert to_frame(Signal.JOINED) == b"\x09\0\0\0Joined {}"
+    assert to_frame(Drop(3)) == b'\x0f\0\0\0Drop {"room":3}'
+    assert to_data(Write([1, 2], [5, -1])) == b'Write {"pages":[1,2],"stamps":[5,-1]}'
 
 
 @pytest.mark.parametrize(
-    "line",
+    "data",
     [
         b"",
         b"\xff",
-        to_line(PULL)[:-2],
-        to_line(PULL)[:9],
-        to_line(Write([1], [2]))[:-2],
-        to_line(Drop(3)) + b"\0",
-        to_line(DONE)[:-2],
-        to_line(Signal.ABORT) + b"\0",
-        to_line(Fail("X")) + b"\xff",
-        b'{"kind":"drop"}',
-        b'{"kind":"drop","room":-1}',
-        b'{"kind":"drop","room":"3"}',
-        b'"unknown"',
+        to_data(PULL)[:-2],
+        to_data(PULL)[:9],
+        to_data(Write([1], [2]))[:-2],
+        to_data(Drop(3)) + b"\0",
+        to_data(DONE)[:-2],
+        to_data(Signal.ABORT) + b"\0",
+        to_data(Fail("X")) + b"\xff",
+        b"Drop",
+        b"Drop {}",
+        b'Drop {"room":-1}',
+        b'Drop {"room":"3"}',
+        b'Unknown {"room":3}',
+        b'Ping {"room":3}',
     ],
 )
-def test_a_malformed_line_is_rejected(line: bytes) -> None:
+def test_a_malformed_message_is_rejected(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        from_line(line)
+        from_bytes(data)
 
 
 @given(data=st.binary(max_size=60))
 @settings(max_examples=200)
-def test_every_line_is_decoded_or_rejected(data: bytes) -> None:
+def test_every_frame_is_decoded_or_rejected(data: bytes) -> None:
     try:
-        message = from_line(data)
+        message = from_bytes(data)
     except InvalidRequest:
         return
-    assert from_line(to_line(message)) == message
+    assert from_bytes(to_data(message)) == message
 
 
 def test_page_stamps_depend_on_all_tokens_up_to_the_pages_end() -> None:
