@@ -3,18 +3,20 @@
 The first line is HEADER. Each message after it is a `RecordedMessage` of `indexer.proto`, preceded
 by its length: 4 bytes, little endian.
 
+Recordings of earlier versions (`json_recording.py`) are read too.
+
 A file that ends within a message, as after a crash, is valid up to that message
 (`RecordingReader.is_cut`). Any other invalid message is an error, which has its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
 from google.protobuf.message import DecodeError
 
-from common.errors import InvalidRequest, Unsupported
+from common.errors import InvalidRequest
 from common.rpc.channel import MESSAGE_BYTES_MAX
 from common.wire.kv import (
     batch_from_proto,
@@ -26,11 +28,10 @@ from common.wire.kv import (
 )
 from indexer_svc.core.recording import IndexLost, RecordingEnd, RecordingEntry
 from indexer_svc.core.subscriber import StatusUpdate
+from indexer_svc.tools import json_recording
 from kvmesh.indexer.v1 import indexer_pb2
 
 HEADER: Final = b"kvmesh_kv_events 2\n"
-# Format 1 had one JSON object in each line.
-_JSON_HEADER: Final = b'{"kvmesh_kv_event'
 _LENGTH_BYTES: Final = 4
 # A message that an indexer can send, and its time.
 RECORD_BYTES_MAX: Final = MESSAGE_BYTES_MAX + 64
@@ -85,10 +86,7 @@ class RecordingReader:
         """Whether the recording ended in order."""
 
     def __iter__(self) -> Iterator[tuple[float, RecordingEntry]]:
-        """Yields (seconds since the start, entry), in order.
-
-        Raises BrokenRecording, and Unsupported for a file of an older version.
-        """
+        """Yields (seconds since the start, entry), in order. Raises BrokenRecording."""
         for message in self.messages():
             try:
                 entries = list(_entries_of_recorded(message))
@@ -99,14 +97,16 @@ class RecordingReader:
 
     def messages(self) -> Iterator[indexer_pb2.RecordedMessage]:
         """Yields the complete messages, in order. Raises as iteration does."""
-        _check_header(self._file.read(len(HEADER)))
+        read, decode = self._read_header()
         time_us = 0
-        while (data := self._read_message()) is not None:
+        while (data := read()) is not None:
             number = self.messages_read + 1
             if self.has_ended:
                 raise BrokenRecording(number, "message after the end")
             try:
-                message = indexer_pb2.RecordedMessage.FromString(data)
+                message = decode(data)
+            except InvalidRequest as error:
+                raise BrokenRecording(number, error.message) from error
             except DecodeError as error:
                 raise BrokenRecording(number, str(error)) from error
             if message.time_us < time_us:
@@ -114,6 +114,28 @@ class RecordingReader:
             self.messages_read, time_us = number, message.time_us
             self.has_ended = message.ended
             yield message
+
+    def _read_header(
+        self,
+    ) -> tuple[Callable[[], bytes | None], Callable[[bytes], indexer_pb2.RecordedMessage]]:
+        """Returns what reads the next message, None at the end, and what decodes it."""
+        header = self._file.read(len(HEADER))
+        if header == HEADER:
+            return self._read_message, indexer_pb2.RecordedMessage.FromString
+        if json_recording.HEADER.startswith(header) and header:
+            header += self._file.readline(len(json_recording.HEADER))
+            if header == json_recording.HEADER:
+                return self._read_line, json_recording.message_of
+        raise BrokenRecording(0, f"the file starts with {header!r} instead of {HEADER!r}")
+
+    def _read_line(self) -> bytes | None:
+        line = self._file.readline(json_recording.LINE_BYTES_MAX + 1)
+        if len(line) > json_recording.LINE_BYTES_MAX:
+            reason = f"line too long: more than {json_recording.LINE_BYTES_MAX} bytes"
+            raise BrokenRecording(self.messages_read + 1, reason)
+        # A crash leaves a line without its end.
+        self.is_cut = bool(line) and not line.endswith(b"\n")
+        return None if self.is_cut else line or None
 
     def _read_message(self) -> bytes | None:
         """Returns the bytes of the next message; None at the end."""
@@ -130,18 +152,6 @@ class RecordingReader:
         # Left by a crash; the message before it is the last one.
         self.is_cut = True
         return None
-
-
-def _check_header(header: bytes) -> None:
-    if header.startswith(_JSON_HEADER):
-        raise Unsupported(
-            "recording",
-            "the file has the format kvmesh_kv_events 1 (JSON lines), and this version reads"
-            " kvmesh_kv_events 2; record the events again, or play the file with the version"
-            " that recorded it",
-        )
-    if header != HEADER:
-        raise BrokenRecording(0, f"the file starts with {header!r} instead of {HEADER!r}")
 
 
 def _entries_of_recorded(message: indexer_pb2.RecordedMessage) -> Iterator[RecordingEntry]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Unavailable, Unsupported
+from common.errors import Unavailable
 from common.kv.events import (
     EMPTY_HASHES,
     SNAPSHOT_CHUNK_BLOCKS,
@@ -166,6 +166,7 @@ LOST = recorded(5, IndexLost())
         (b"not a recording", 0, "starts with b'not a rec"),
         (HEADER[:-3], 0, "instead of"),
         (b"kvmesh_kv_events 3\n", 0, "instead of b'kvmesh_kv_events 2"),
+        (b'{"kvmesh_kv_events":2}\n', 0, "instead of b'kvmesh_kv_events 2"),
         (HEADER + of_length(4, b"rust"), 1, "Error parsing message"),
         (HEADER + of_length(0), 1, "no known content"),
         (HEADER + LOST + recorded(4, IndexLost()), 2, "time_us is 4000000, after 5000000"),
@@ -254,9 +255,83 @@ def test_a_recording_is_printed_as_lines_of_json(tmp_path: Path) -> None:
     assert lost["index_lost"]
 
 
-def test_a_recording_of_json_lines_is_refused_with_its_format() -> None:
-    with pytest.raises(Unsupported, match=r"kvmesh_kv_events 1.*record the events again"):
-        list(reader(b'{"kvmesh_kv_events":1}\n{"t":0,"is":"end"}\n'))
+# As the version 39bdc27 wrote it.
+JSON_LINES = b"""\
+{"kvmesh_kv_events":1}
+{"t":0.0,"is":"status","source":["9223372036854775807",3],"state":"exact","reason":"",\
+"partition":{"model":"m","block_size":16,"hash_scheme":1,"adapter_version":2}}
+{"t":0.25,"is":"snapshot","source":["9223372036854775807",3],"epoch":1,"sequence":4,\
+"tier":"host","hashes":"AQAAAAAAAAACAAAAAAAAAA==","first":true,"last":true}
+{"t":1.5,"is":"batch","source":["9223372036854775807",3],"epoch":1,"sequence":5,\
+"events":[["stored","device","CQAAAAAAAAA="],["removed","host","AgAAAAAAAAA="],\
+["cleared","device",""]]}
+{"t":2,"is":"lost"}
+{"t":2.5,"is":"end"}
+"""
+
+
+def test_a_recording_of_json_lines_is_read() -> None:
+    reading = reader(JSON_LINES)
+    expected: list[tuple[float, RecordingEntry]] = [
+        (0.0, EXACT),
+        (0.25, chunk(4, 1, 2)),
+        (
+            1.5,
+            batch(
+                5,
+                stored(9),
+                KvEvent(EventKind.REMOVED, array([2]), Tier.HOST),
+                KvEvent(EventKind.CLEARED, EMPTY_HASHES, Tier.DEVICE),
+            ),
+        ),
+        (2.0, IndexLost()),
+        (2.5, RecordingEnd()),
+    ]
+    assert [(t, facts(entry)) for t, entry in reading] == [(t, facts(e)) for t, e in expected]
+    assert (reading.messages_read, reading.has_ended, reading.is_cut) == (5, True, False)
+
+
+def test_lines_of_json_are_read_up_to_the_last_whole_one() -> None:
+    reading = reader(JSON_LINES[:-5])
+    assert len(list(reading)) == 4
+    assert (reading.messages_read, reading.has_ended, reading.is_cut) == (4, False, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "why"),
+    [
+        (b'{"kvmesh_kv_events":1}', 1, "kvmesh_kv_events|tag"),
+        (b"[]", 1, "valid dictionary"),
+        (b"{", 1, "Expecting"),
+        (b"[" * 100_000, 1, "recursion|Expecting"),
+        (b'{"t":0,"is":"other"}', 1, "other"),
+        (b'{"t":-1,"is":"end"}', 1, "t: "),
+        (b'{"t":NaN,"is":"end"}', 1, "t: "),
+        (b'{"t":"0","is":"end"}', 1, "t: "),
+        (b'{"t":0,"is":"status","source":["x",0],"state":"exact","reason":""}', 1, "source.0"),
+        (b'{"t":0,"is":"status","source":["0",0],"state":"exact","reason":""}', 1, "source.0"),
+        (b'{"t":0,"is":"status","source":["7",0],"state":"good","reason":""}', 1, "state"),
+        (
+            b'{"t":0,"is":"batch","source":["7",0],"epoch":1,"sequence":0,"events":[]}',
+            1,
+            "sequence must be at least 1",
+        ),
+        (
+            b'{"t":0,"is":"batch","source":["7",0],"epoch":1,"sequence":1,'
+            b'"events":[["stored","device","AQI="]]}',
+            1,
+            "prefix_hashes",
+        ),
+        (b'{"t":1,"is":"lost"}\n{"t":0,"is":"lost"}', 2, "time_us is 0, after 1000000"),
+        (b'{"t":1,"is":"end"}\n{"t":1,"is":"lost"}', 2, "message after the end"),
+    ],
+)
+def test_an_invalid_line_of_json_is_rejected_with_its_number(
+    line: bytes, number: int, why: str
+) -> None:
+    with pytest.raises(BrokenRecording, match=why) as error:
+        list(reader(b'{"kvmesh_kv_events":1}\n' + line + b"\n"))
+    assert error.value.number == number
 
 
 @pytest.mark.row("S1-22")
