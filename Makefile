@@ -27,7 +27,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills bombs setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills bombs skew setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -57,6 +57,7 @@ lint: $(VENV)/.dev ## Style, language, import rules, proto lint
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint protos
+	$(BIN)/python -m tools.versions
 	$(BIN)/python -m tools.style
 
 types: $(VENV)/.dev ## mypy, strict
@@ -131,6 +132,9 @@ router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; c
 
 bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without end, beside streams (two minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.bombs $(ARGS)
+
+skew: $(VENV)/.dev ## Services of each supported version beside those of this one (7 minutes); last line is JSON
+	$(BIN)/python -m tests.chaos.skew $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh

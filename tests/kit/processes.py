@@ -56,7 +56,7 @@ class Service:
     """One process.
 
     service_name: frontend, router, indexer or worker. kind: the service, or a worker's role.
-    module: Python module to run; empty: that of the service.
+    module: Python module to run; empty: that of the service. tree: the source that runs.
     """
 
     def __init__(
@@ -68,10 +68,12 @@ class Service:
         *,
         kind: str = "",
         module: str = "",
+        tree: Path = ROOT,
     ) -> None:
         self.service_name = service_name
         self.kind = kind or service_name
         self.name = name
+        self.tree = tree
         self.log_path = folder / f"{name}.log"
         self.instance_id = 0
         self.addresses: Mapping[str, str] = {}
@@ -85,8 +87,8 @@ class Service:
                     *(sys.executable, "-m", module or f"{service_name}_svc"),
                     *(f"--ready-fd={write_fd}", *flags),
                 ],
-                cwd=ROOT,
-                env=_environment(),
+                cwd=tree,
+                env=_environment(tree),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -214,7 +216,8 @@ class Mesh:
 
     folder: empty; holds the registry and the logs. workers: count of aggregated workers.
     prefill, decode: counts of workers with these roles. Flags are command-line flags of a service.
-    worker_module: Python module to run as a worker; empty: the worker service.
+    worker_module: Python module to run as a worker; empty: the worker service. trees: the sources
+    from which the processes of a kind run, in turn; a kind without runs from this tree.
     """
 
     def __init__(
@@ -232,6 +235,7 @@ class Mesh:
         router_flags: Sequence[str] = (),
         indexer_flags: Sequence[str] = (),
         worker_module: str = "",
+        trees: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         self._folder = folder
         counts = (indexers, workers, prefill, decode, routers, frontends)
@@ -243,6 +247,7 @@ class Mesh:
             "worker": ["--notice-s=0.3", *worker_flags],
         }
         self._modules = {"worker": worker_module}
+        self._trees = trees or {}
         self._started: dict[str, int] = {}
         self.services: list[Service] = []
         self.http = httpx.Client(timeout=WAIT_S, trust_env=False)
@@ -273,8 +278,9 @@ class Mesh:
     def folder(self) -> Path:
         return self._folder
 
-    def spawn(self, kind: str, *flags: str) -> Service:
-        """Starts one more process; call its `wait_ready`. flags: more flags."""
+    def spawn(self, kind: str, *flags: str, tree: Path | None = None) -> Service:
+        """Starts one more process; call its `wait_ready`. flags: more flags. tree: its source."""
+        trees = self._trees.get(kind, [ROOT]) if tree is None else [tree]
         number = self._started[kind] = self._started.get(kind, 0) + 1
         service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
@@ -286,6 +292,7 @@ class Mesh:
             f"{kind}-{number}",
             kind=kind,
             module=self._modules.get(service_name, ""),
+            tree=trees[(number - 1) % len(trees)],
         )
         self.services.append(service)
         return service
@@ -382,12 +389,12 @@ class Mesh:
         return "\n".join(service.tail() for service in self.services)
 
 
-def _environment() -> dict[str, str]:
-    """Returns this process's environment without KVMESH_* settings, with the import path of the
-    repository.
+def _environment(tree: Path) -> dict[str, str]:
+    """Returns this process's environment without KVMESH_* settings, with the import path of a
+    tree.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
-    return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    return {**inherited, "PYTHONPATH": f"{tree / 'protos'}{os.pathsep}{tree}"}
 
 
 # Any: arguments of `Mesh`; a fixture.
