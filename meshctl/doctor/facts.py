@@ -124,7 +124,7 @@ class RegistryFacts:
     """The registry of the mesh."""
 
     place: str
-    """Its name for operators."""
+    """Its folder or address."""
 
     kind: str = "file"
     error: str = ""
@@ -135,6 +135,9 @@ class RegistryFacts:
 
     foreign: tuple[Instance, ...] = ()
     """Entries that do not prove that they belong to the mesh."""
+
+    superseded: tuple[Instance, ...] = ()
+    """Live instances with the stable name of a newer one."""
 
     orphans: tuple[str, ...] = ()
     """Names of entries whose processes have ended."""

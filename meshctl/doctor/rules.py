@@ -69,6 +69,13 @@ RULES = {
             "restart {name} with the KVMESH_MESH_TOKEN of the mesh (or start doctor with it)",
         ),
         Rule(
+            "name_shared",
+            _WARNING,
+            "two live processes have one stable name: the mesh uses the newer one only",
+            "if no replacement is in progress, end the older one ({address}), or start it with"
+            " another --stable-name",
+        ),
+        Rule(
             "entry_orphaned",
             _WARNING,
             "the registry has an entry of a process that has ended",

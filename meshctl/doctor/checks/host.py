@@ -73,8 +73,8 @@ def check_builds(facts: Facts) -> Iterator[Finding]:
     from_source = sum(len(names) for build, names in builds.items() if build.endswith(SOURCE))
     if from_source or facts.host.build.endswith(SOURCE):
         text = (
-            f"this installation is {facts.host.build};"
-            f" {from_source}/{len(facts.members)} members run from source"
+            f"{from_source}/{len(facts.members)} members run from source; this installation:"
+            f" {facts.host.build}"
         )
         yield finding("not_compiled", HOST, text)
 

@@ -39,6 +39,10 @@ def check_entries(facts: Facts) -> Iterator[Finding]:
         text = "its entry is not signed with the mesh token of doctor, or no longer valid"
         name = instance.stable_name or instance.address
         yield finding("entry_not_of_mesh", member_subject(instance), text, name=name)
+    for instance in registry.superseded:
+        text = f"a newer instance than {instance.id} at {instance.address} has its name"
+        subject = member_subject(instance)
+        yield finding("name_shared", subject, text, address=instance.address)
     subject = Subject("registry", registry.place)
     for path in registry.orphans[:NAMES_MAX]:
         text = f"the owner of {path} has ended{_more(len(registry.orphans))}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.errors import MeshError, PermissionDenied
 from common.registry.consul.client import ConsulClient
+from common.registry.consul.entries import HealthState
 from common.registry.file_lock import is_locked, open_regular
 from common.registry.file_view import FolderView, entry_name
 from common.registry.folder_changes import FolderChanges
@@ -21,26 +22,31 @@ from common.runtime.config import ServiceConfig
 from common.runtime.member_key import MemberKeys
 from meshctl.doctor.collect.consul_rights import find_refusal
 from meshctl.doctor.facts import RegistryFacts
-from meshctl.view.members import describe_registry
 
 
 async def read_registry(
     config: ServiceConfig, limit_s: float
 ) -> tuple[RegistryFacts, tuple[Instance, ...]]:
     """Returns the facts, and the members: the newest incarnation of each process."""
-    facts = RegistryFacts(place=describe_registry(config), kind=config.registry)
-    if config.registry == "consul":
+    is_consul = config.registry == "consul"
+    place = config.consul_url if is_consul else str(config.registry_path.resolve())
+    facts = RegistryFacts(place=place, kind=config.registry)
+    if is_consul:
         facts, instances = await _read_consul(config, facts, limit_s)
     else:
         facts, instances = _read_folder(config, facts)
-    checksums = {i.card_checksum for i in instances if i.card_checksum}
+    members = newest_incarnations(instances)
+    checksums = {i.card_checksum for i in members if i.card_checksum}
     errors = await _find_card_errors(config, checksums, limit_s)
-    return replace(facts, card_errors=errors), instances
+    current = {instance.id for instance in members}
+    superseded = tuple(instance for instance in instances if instance.id not in current)
+    return replace(facts, card_errors=errors, superseded=superseded), members
 
 
 def _read_folder(
     config: ServiceConfig, facts: RegistryFacts
 ) -> tuple[RegistryFacts, tuple[Instance, ...]]:
+    """Returns the facts with what the folder shows, and all live instances, oldest first."""
     folder = config.registry_path / config.namespace / "instances"
     try:
         # Before the views, which remove the entries of ended processes.
@@ -57,7 +63,7 @@ def _read_folder(
         orphans=tuple(str(folder / name) for name in orphans),
         unreadable=tuple(str(folder / name) for name in (*others, *sorted(live - named))),
     )
-    return facts, newest_incarnations(signed.values())
+    return facts, tuple(signed.values())
 
 
 def _scan(folder: Path) -> tuple[set[str], list[str], list[str]]:
@@ -112,6 +118,7 @@ def _signer(config: ServiceConfig) -> EntrySigner:
 async def _read_consul(
     config: ServiceConfig, facts: RegistryFacts, limit_s: float
 ) -> tuple[RegistryFacts, tuple[Instance, ...]]:
+    """Returns the facts with what Consul lists, and all listed instances, oldest first."""
     try:
         async with asyncio.timeout(limit_s):
             signed, unsigned = await asyncio.gather(
@@ -132,20 +139,30 @@ async def _read_consul(
         unreadable=unreadable,
         refused=await find_refusal(config, limit_s),
     )
-    return facts, newest_incarnations(members)
+    return facts, members
 
 
 async def _list_consul(
     config: ServiceConfig, signer: EntrySigner
 ) -> tuple[tuple[Instance, ...], tuple[str, ...]]:
-    """Returns the instances that a signer accepts, oldest first, and the ids of other entries."""
+    """Returns the instances that a signer accepts, oldest first, and the ids of other entries.
+
+    An entry stays for a minute after the end of its process; if a newer instance has its name, it
+    is left out.
+    """
     client = ConsulClient(config.consul_url, config.consul_token, signer, config.consul_ca_path)
     try:
         listing = await client.list_entries(config.namespace)
     finally:
         await client.close()
     entries = sorted(listing.entries, key=lambda entry: entry.order)
-    return tuple(entry.instance for entry in entries), tuple(sorted(listing.unreadable))
+    newest = {i.id for i in newest_incarnations(entry.instance for entry in entries)}
+    instances = tuple(
+        entry.instance
+        for entry in entries
+        if entry.instance.id in newest or entry.health is HealthState.PASSING
+    )
+    return instances, tuple(sorted(listing.unreadable))
 
 
 async def _find_card_errors(

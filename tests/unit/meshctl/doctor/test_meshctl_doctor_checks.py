@@ -64,7 +64,7 @@ WORKER = MemberFacts(worker_instance())
 HEALTHY = Facts(
     now_s=NOW_S,
     host=HostFacts("CPython 3.11.7", BUILD, 8, 1 << 20),
-    registry=RegistryFacts("the registry /run"),
+    registry=RegistryFacts("/run"),
     members=(FRONTEND, ROUTER, INDEXER, WORKER),
     folders=(FolderFacts(Path("/run"), "registry", free_mb=1e5),),
     secret_files=(FileFacts(FILE, "--api-keys", 0o600),),
@@ -142,6 +142,7 @@ CASES: list[tuple[str, Facts, str]] = [
     ),
     ("consul_refuses", with_registry(kind="consul", refused="denied"), "consul_policy.hcl"),
     ("entry_not_of_mesh", with_registry(foreign=(worker_instance(9),)), "KVMESH_MESH_TOKEN"),
+    ("name_shared", with_registry(superseded=(worker_instance(9),)), "(127.0.0.1:9009)"),
     ("entry_orphaned", with_registry(orphans=("/run/a.json", "/run/b.json")), "2 in all"),
     ("entry_unreadable", with_registry(unreadable=("/run/x",)), "/run/x"),
     ("card_missing", with_registry(card_errors={CARD: "there is no model card"}), "worker-4"),

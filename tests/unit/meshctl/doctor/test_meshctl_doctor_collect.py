@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance
+from common.runtime.config import ServiceConfig
 from meshctl.doctor.collect.certificates import read_certificates
 from meshctl.doctor.collect.host import is_local, read_folder, read_secret_file
 from meshctl.doctor.collect.processes import (
@@ -17,6 +20,7 @@ from meshctl.doctor.collect.processes import (
     read_process,
     read_settings,
 )
+from meshctl.doctor.collect.registry import read_registry
 from meshctl.doctor.collect.settings import (
     Settings,
     fixed_ports,
@@ -106,6 +110,23 @@ def test_the_process_that_listens_on_a_port_is_found_with_its_state() -> None:
     assert found.descriptors
     assert found.descriptor_limit
     wait_for(lambda: read_process(process.pid) is None, "it has ended", WAIT_S)
+
+
+async def test_of_two_live_instances_with_one_name_the_newer_one_is_the_member(
+    tmp_path: Path,
+) -> None:
+    registry = FileRegistry(tmp_path)
+    try:
+        for number in (1, 2):
+            address = f"127.0.0.1:{number}"
+            await registry.register(Instance(number, "default", "router", "name", address))
+        config = ServiceConfig(registry_path=tmp_path)
+        facts, members = await read_registry(config, WAIT_S)
+    finally:
+        await registry.close()
+    assert [instance.id for instance in members] == [2]
+    assert [instance.id for instance in facts.superseded] == [1]
+    assert (facts.foreign, facts.orphans, facts.unreadable) == ((), (), ())
 
 
 def test_a_folder_that_does_not_exist_yet_counts_as_the_one_above_it(tmp_path: Path) -> None:
