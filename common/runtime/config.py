@@ -6,12 +6,12 @@ variable of the service, mesh-wide variable, alias, default. Boolean fields also
 A secret can be read from a file: `--mesh-token-file`, `KVMESH_MESH_TOKEN_FILE`.
 An unknown name, a bad value or a missing value stops the start; `ConfigError` lists all problems.
 
+`ConfigCommand` is the command line of a model, for `read_config` and for the commands of `meshctl`.
 `read_config` takes mappings and sequences. Only `env.py` reads the process environment.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import inspect
@@ -20,8 +20,9 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
+import click
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -44,13 +45,20 @@ PREFIX = "KVMESH_"
 # Ends the names of the file of a secret.
 FILE_SUFFIX = "_file"
 # Variables of other standards, with the lowest precedence.
-_ALIASES = {"consul_token": "CONSUL_HTTP_TOKEN", "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
+_ALIASES = {
+    "consul_token": "CONSUL_HTTP_TOKEN",
+    "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
+}
 
 # For a service `kvmesh-router`, Kubernetes injects KVMESH_ROUTER_PORT=tcp://... and a dozen others.
 _KUBERNETES_NAME = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
 )
 _KUBERNETES_URL = re.compile(r"^(tcp|udp|sctp)://")
+
+# Of the context of a parsed command line.
+_PROBLEMS = f"{__name__}.problems"
+_IS_PARSED = f"{__name__}.is_parsed"
 
 
 class ConfigError(Exception):
@@ -240,36 +248,12 @@ def read_config(
     means all. Raises ConfigError with every problem, and TypeError for a field without a
     description.
     """
-    settings = [_Setting.of(cls, field, service) for field in cls.model_fields]
-    with_flag = [setting for setting in settings if flags is None or setting.name in flags]
-    warnings: list[str] = []
-    problems: list[str] = []
-    given = list(_read_environ(settings, service, environ, problems, warnings))
+    command = ConfigCommand(cls, service, name=name or _program(service), flags=flags)
     try:
-        parser = _build_parser(name or _program(service), cls.__doc__ or "", with_flag)
-        given = [*_read_flags(parser, with_flag, argv, problems), *given]
-    except ConfigError as error:
-        problems += error.problems
-    else:
-        missing = [setting for setting in settings if setting.field.is_required()]
-        problems += [
-            f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
-            for setting in missing
-            if setting not in [item.setting for item in given]
-        ]
-    # A bad value is a problem even if a source of higher precedence replaces it.
-    problems += [problem for item in given for problem in _find_problems(cls, item)]
-    if problems:
-        raise ConfigError(problems)
-    winners = {item.setting.name: item for item in reversed(given)}
-    config = cls.model_validate({name: item.value for name, item in winners.items()})
-    if contradictions := config.problems():
-        found = [problem.partition(":") for problem in contradictions]
-        sources = {name: item.source for name, item in winners.items()}
-        raise ConfigError(
-            [f"{sources.get(field, flag_name(field))}:{text}" for field, _, text in found]
-        )
-    return config, warnings
+        context = command.make_context(command.name, list(argv))
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    return command.read(context, environ)
 
 
 def read_config_or_exit(
@@ -359,8 +343,34 @@ class _Setting:
             return "|".join(get_args(self.kind))
         return "A,B,..." if get_origin(self.kind) is tuple else str(self.kind.__name__).upper()
 
+    def options(self) -> list[click.Option]:
+        """Returns the options that give it: texts, which `_find_problems` checks later."""
+        metavar, text = self.metavar, self.description
+        found = []
+        if self.is_secret:
+            of_file = f"File that contains {self.flag}."
+            found = [
+                _option(flag_name(self.name + FILE_SUFFIX), "PATH", of_file, type=click.Path())
+            ]
+        if self.kind is bool:
+            same = f"The same as {self.flag}=off."
+            negated = click.Option([flag_name(f"no_{self.name}")], count=True, help=same)
+            return [_option(self.flag, metavar, text, is_flag=False, flag_value="on"), negated]
+        completed: dict[str, Any] = {"type": click.Path()} if self.kind is Path else {}
+        choices = get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+        def complete(_ctx: click.Context, _param: click.Parameter, start: str) -> list[str]:
+            return [choice for choice in choices if choice.startswith(start)]
+
+        if choices:
+            completed["shell_complete"] = complete
+        return [*found, _option(self.flag, metavar, text, **completed)]
+
     @property
-    def help_text(self) -> str:
+    def description(self) -> str:
+        return " ".join((self.field.description or "").split())
+
+    def help_lines(self) -> str:
         default = self.field.default
         if self.field.is_required():
             text = "required"
@@ -370,8 +380,22 @@ class _Setting:
             text = f"{'on' if default else 'off'} by default"
         else:
             text = f"default {','.join(default) if isinstance(default, tuple) else default}"
-        details = "; ".join(filter(None, (" or ".join(self.variables), text)))
-        return f"{' '.join((self.field.description or '').split())}\n{details}".replace("%", "%%")
+        variables = " or ".join(self.variables)
+        metavar = f"[={self.metavar}]" if self.kind is bool else self.metavar
+        details = "; ".join(filter(None, (variables, text)))
+        lines = [f"{self.flag} {metavar}", self.description, details]
+        if self.kind is bool:
+            lines[0] += f", {flag_name(f'no_{self.name}')}"
+        if self.is_secret:
+            of_file = " or ".join(name + FILE_SUFFIX.upper() for name in self.variables)
+            file = flag_name(self.name + FILE_SUFFIX)
+            lines.append(f"{file} PATH or {of_file}: a file that contains it")
+        return f"  {lines[0]}\n" + "".join(f"      {line}\n" for line in lines[1:])
+
+
+# Any: of click.
+def _option(flag: str, metavar: str, text: str, **attributes: Any) -> click.Option:
+    return click.Option([flag], multiple=True, metavar=metavar, help=text, **attributes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,59 +412,140 @@ class _Given:
         return None if not self.text and self.setting.is_optional else self.text
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([message.removeprefix("argument ")])
+class ConfigCommand(click.Command, Generic[ConfigT]):
+    """A command line whose flags are the fields of a model.
+
+    Its context keeps the problems of the flags, so that `read` can report them with the others. The
+    caller may add options and arguments of its own.
+    """
+
+    def __init__(
+        self,
+        config: type[ConfigT],
+        service: str | None = None,
+        *,
+        name: str = "",
+        flags: Collection[str] | None = None,
+        params: Iterable[click.Parameter] = (),
+        # Any: of click.
+        **attributes: Any,
+    ) -> None:
+        """
+        - service, name, flags: as of `read_config`.
+        - params: options and arguments beside those of the fields.
+        """
+        self._config = config
+        self._service = service
+        self._settings = [_Setting.of(config, field, service) for field in config.model_fields]
+        self._with_flag = [s for s in self._settings if flags is None or s.name in flags]
+        of_fields = [option for setting in self._with_flag for option in setting.options()]
+        self._field_options = frozenset(option.name for option in of_fields)
+        params = list(params)
+        self.own_params = frozenset(param.name for param in params)
+        super().__init__(
+            name,
+            params=[*params, *of_fields],
+            help=attributes.pop("help", None) or inspect.cleandoc(config.__doc__ or ""),
+            options_metavar="[FLAGS]",
+            context_settings={"help_option_names": ["-h", "--help"]},
+            **attributes,
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses what it can; the context keeps the problems."""
+        problems: list[str] = []
+        ctx.meta[_PROBLEMS] = problems
+        ctx.allow_extra_args = True
+        try:
+            words = self._parse_known(ctx, args, problems)
+        except click.BadOptionUsage as error:
+            flag = error.option_name
+            text = error.message.removeprefix(f"Option {flag!r} ").removesuffix(".")
+            problems.append(f"{flag}: {text}")
+            ctx.meta[_IS_PARSED] = False
+            return []
+        ctx.meta[_IS_PARSED] = True
+        problems += [f"{word!r}: not a flag" for word in words]
+        return []
+
+    def _parse_known(
+        self, ctx: click.Context, args: Sequence[str], problems: list[str]
+    ) -> list[str]:
+        """Parses the line without its unknown flags; returns the words that belong to no flag."""
+        words = list(args)
+        known = [name for param in self.get_params(ctx) for name in param.opts]
+        # Ends: each turn removes a word.
+        while True:
+            try:
+                return super().parse_args(ctx, list(words))
+            except click.NoSuchOption as error:
+                at = next(i for i, word in enumerate(words) if _gives(word, error.option_name))
+                flag, equals, _ = words.pop(at).partition("=")
+                problems.append(f"{flag}: no such flag{suggest(flag, known)}")
+                if not equals and at < len(words) and not words[at].startswith("-"):
+                    del words[at]  # Probably its value.
+
+    def read(self, ctx: click.Context, environ: Mapping[str, str]) -> tuple[ConfigT, list[str]]:
+        """Returns what `read_config` does, of a parsed line. Raises ConfigError with every
+        problem."""
+        cls, settings = self._config, self._settings
+        warnings: list[str] = []
+        problems: list[str] = []
+        given = list(_read_environ(settings, self._service, environ, problems, warnings))
+        problems += ctx.meta[_PROBLEMS]
+        if ctx.meta[_IS_PARSED]:
+            given = [*_read_flags(ctx, self._with_flag, problems), *given]
+            missing = [setting for setting in settings if setting.field.is_required()]
+            problems += [
+                f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
+                for setting in missing
+                if setting not in [item.setting for item in given]
+            ]
+        # A bad value is a problem even if a source of higher precedence replaces it.
+        problems += [problem for item in given for problem in _find_problems(cls, item)]
+        if problems:
+            raise ConfigError(problems)
+        winners = {item.setting.name: item for item in reversed(given)}
+        config = cls.model_validate({name: item.value for name, item in winners.items()})
+        if contradictions := config.problems():
+            found = [problem.partition(":") for problem in contradictions]
+            sources = {name: item.source for name, item in winners.items()}
+            raise ConfigError(
+                [f"{sources.get(field, flag_name(field))}:{text}" for field, _, text in found]
+            )
+        return config, warnings
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the settings after the other options; a text of a setting is one line."""
+        own = [
+            param.get_help_record(ctx)
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and param.name not in self._field_options
+        ]
+        with formatter.section("Options"):
+            formatter.write_dl(list(filter(None, own)))
+        is_common = {s.name: s.name in ServiceConfig.model_fields for s in self._with_flag}
+        for title, common in (("settings", False), ("settings of every service", True)):
+            settings = [s for s in self._with_flag if is_common[s.name] is common]
+            if settings:
+                with formatter.section(title):
+                    formatter.write("".join(map(_Setting.help_lines, settings)))
 
 
-def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> _Parser:
-    parser = _Parser(
-        prog=name,
-        usage=f"{name} [FLAGS]",
-        description=inspect.cleandoc(description),
-        allow_abbrev=False,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    own = parser.add_argument_group("settings")
-    common = parser.add_argument_group("settings of every service")
-    for setting in settings:
-        group = common if setting.name in ServiceConfig.model_fields else own
-        if setting.is_secret:
-            variables = " or ".join(name + FILE_SUFFIX.upper() for name in setting.variables)
-            group.add_argument(
-                flag_name(setting.name + FILE_SUFFIX),
-                action="append",
-                metavar="PATH",
-                help=f"File that contains {setting.flag}.\n{variables}",
-            )
-        if setting.kind is not bool:
-            group.add_argument(
-                setting.flag, action="append", metavar=setting.metavar, help=setting.help_text
-            )
-            continue
-        options: dict[str, Any] = {"nargs": "?", "const": "on", "metavar": "on|off"}
-        group.add_argument(setting.flag, action="append", help=setting.help_text, **options)
-        options = {"dest": setting.name, "const": "off", "help": f"the same as {setting.flag}=off"}
-        group.add_argument(flag_name(f"no_{setting.name}"), action="append_const", **options)
-    return parser
+def _gives(word: str, flag: str) -> bool:
+    """Returns whether a word of a command line gives this flag; `-ab` gives two short ones."""
+    if flag.startswith("--"):
+        return word.partition("=")[0] == flag
+    return word.startswith("-") and not word.startswith("--") and flag[1:] in word
 
 
 def _read_flags(
-    parser: _Parser, settings: Iterable[_Setting], argv: Sequence[str], problems: list[str]
+    ctx: click.Context, settings: Iterable[_Setting], problems: list[str]
 ) -> Iterator[_Given]:
-    values, rest = parser.parse_known_args(list(argv))
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    after_unknown_flag = False
-    for word in rest:
-        if word.startswith("-"):
-            flag = word.partition("=")[0]
-            problems.append(f"{flag}: no such flag{suggest(flag, known)}")
-        elif not after_unknown_flag:  # Else it is the value of that flag.
-            problems.append(f"{word!r}: not a flag")
-        after_unknown_flag = word.startswith("--") and "=" not in word
     for setting in settings:
-        texts = getattr(values, setting.name) or []
-        files = getattr(values, setting.name + FILE_SUFFIX, None) or []
+        texts = [*(ctx.params.get(setting.name) or ())]
+        texts += ["off"] * ctx.params.get(f"no_{setting.name}", 0)
+        files = ctx.params.get(setting.name + FILE_SUFFIX) or ()
         if (count := len(texts) + len(files)) > 1:
             problems.append(f"{setting.flag}: given {count} times; give it once")
         yield from (_Given(setting, setting.flag, text) for text in texts)
