@@ -18,12 +18,12 @@ COMPILED_TESTS := tests/contract \
 # make run ENGINE=sglang [MODEL_PATH=folder]: the real engine, from an environment of its own.
 ENGINE ?= sim
 ifeq ($(ENGINE),sglang)
-RUN_NEEDS := setup-sglang
-RUN := .venv-sglang/bin/python -m meshctl up --sample --engine sglang --workers 1 --ready-s 300 \
+RUN_NEEDS := .venv-sglang/bin/meshctl
+RUN := .venv-sglang/bin/meshctl up --sample --engine sglang --workers 1 --ready-s 300 \
 	--model-name $(if $(MODEL_PATH),$(notdir $(patsubst %/,%,$(MODEL_PATH))) --model-path $(MODEL_PATH),tiny)
 else
 RUN_NEEDS := $(VENV)/.runtime
-RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
+RUN := $(BIN)/meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
@@ -48,7 +48,7 @@ compiled: $(VENV)/.dev ## A copy of the tree in build/compiled with compiled mod
 	@PYTHONPATH=protos:. $(BIN)/python tools/compile.py build/compiled > build/compile.log 2>&1 || { tail -n 20 build/compile.log; exit 1; }
 
 demo: $(VENV)/.dev ## Disaggregated mesh, two requests, their trace with the handoff (DISCOVERY=consul)
-	@$(BIN)/python -m meshctl demo --registry $(or $(DISCOVERY),file)
+	@$(BIN)/meshctl demo --registry $(or $(DISCOVERY),file)
 
 setup: $(VENV)/.dev ## Install everything for development into .venv
 
@@ -101,7 +101,7 @@ bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual t
 	$(BIN)/python -m bench.bench_replay $(ARGS)
 
 status: $(VENV)/.runtime ## Members of the mesh of make run: health, load, KV use
-	@$(BIN)/python -m meshctl status $(ARGS)
+	@$(BIN)/meshctl status $(ARGS)
 
 sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
 	$(BIN)/python -m tests.sim $(or $(SEEDS),500) $(ARGS)
@@ -205,8 +205,18 @@ $(BIN)/python:
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "KVMesh needs Python 3.11 or newer, and $(PY) is $$($(PY) --version 2>/dev/null || echo not found); name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(LOCK_VENV) '[ -x $@ ] || $(PY) -m venv $(VENV)'
 
-$(VENV)/.runtime: requirements/runtime.txt | $(BIN)/python
+# The environment finds the source folders, so that its commands need no PYTHONPATH.
+$(BIN)/meshctl: | $(BIN)/python
+.venv-sglang/bin/meshctl: | setup-sglang
+$(BIN)/meshctl .venv-sglang/bin/meshctl:
+	@bin=$$(realpath $(@D)) && root=$${bin%/*/*} && \
+	site=$$($(@D)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	printf '%s\n' "$$root/protos" "$$root" > "$$site/kvmesh.pth" && \
+	printf '%s\n' "#!$$bin/python" 'from meshctl.__main__ import main' 'main()' > $@.new && \
+	chmod +x $@.new && mv $@.new $@
+
+$(VENV)/.runtime: requirements/runtime.txt | $(BIN)/meshctl
 	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@; }'
 
-$(VENV)/.dev: requirements/dev.txt | $(BIN)/python
+$(VENV)/.dev: requirements/dev.txt | $(BIN)/meshctl
 	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime; }'

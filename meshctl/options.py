@@ -1,4 +1,4 @@
-"""Command lines of meshctl.
+"""What commands of meshctl share: settings and flags.
 
 The flags configure meshctl itself. Settings of one service are variables (`KVMESH_WORKER_...`),
 which every service receives.
@@ -6,15 +6,13 @@ which every service receives.
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
-import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
+import click
 from pydantic import (
     AfterValidator,
     Field,
@@ -25,32 +23,39 @@ from pydantic import (
 )
 
 from common.runtime.config import (
-    PREFIX,
+    ConfigCommand,
+    ConfigError,
+    ConfigT,
     Names,
     Port,
     ServiceConfig,
-    read_config_or_exit,
-    suggest,
 )
 from common.runtime.plugins import ENGINES, check_plugin_name
+from meshctl.usage import UnusableSettings
 
-_REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
-_COMMANDS = {
-    "up": "start a mesh on this host and keep it running",
-    "status": "show members, health, load and KV use",
-    "health": "request the health of a gRPC port",
-    "keys": "create, list, revoke and rotate the API keys of clients",
-    "replay": "compare routing policies on a trace, in virtual time",
-    "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
-}
+# Fields with a flag of commands that read a mesh.
+REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
+LOG_FLAGS = (*REGISTRY_FLAGS, "log_dir")
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-class StatusConfig(ServiceConfig):
-    """Shows the members of a mesh with their health, load and KV use.
+class MeshCommand(ConfigCommand[ConfigT]):
+    """A command with settings. Its function receives them as the first argument, then its own
+    options by name, and returns the exit status. `@click.pass_obj` adds the environment before."""
 
-    `meshctl status KEY` shows one member, by its key in log events. With `--json` it prints JSON:
-    ids are text, KV use is from 0 to 1.
-    """
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            config, _ = self.read(ctx, ctx.obj)
+        except ConfigError as error:
+            raise UnusableSettings(error.problems, ctx) from None
+        assert self.callback is not None
+        own = {name: value for name, value in ctx.params.items() if name in self.own_params}
+        return ctx.invoke(self.callback, config, **own)
+
+
+class MeshConfig(ServiceConfig):
+    """Settings of a command that reads a mesh."""
 
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
@@ -61,13 +66,15 @@ class StatusConfig(ServiceConfig):
         return [problem for problem in super().problems() if not is_bind_problem(problem)]
 
 
-class UpOptions(ServiceConfig):
-    """Starts a mesh on this host, restarts services that end, and stops all on Ctrl-C or SIGTERM.
+class LogConfig(MeshConfig):
+    """Settings of a command that also reads the logs of `meshctl up`."""
 
-    A second signal kills. Services inherit the environment, so KVMESH_<SERVICE>_* configures them;
-    the flags below have precedence. `--then CMD...` runs a command once ready, with OPENAI_BASE_URL
-    set to the mesh; it takes the rest of the line.
-    """
+    log_dir: Path = Path(".run/logs")
+    """Folder of the logs, as of meshctl up."""
+
+
+class UpOptions(ServiceConfig):
+    """Settings of `meshctl up`."""
 
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
@@ -137,68 +144,3 @@ class UpOptions(ServiceConfig):
     def name_prefix(self) -> str:
         """Prefix of stable names: in a shared registry, `worker-0` of another host is another."""
         return f"{socket.gethostname()}-" if self.registry == "consul" else ""
-
-
-def command_error(argv: Sequence[str]) -> SystemExit:
-    """Returns the exit for a missing or unknown command, after its message; status 0 for --help."""
-    match argv:
-        case ["-h" | "--help", *_]:
-            lines = [f"  {name:8}{text}\n" for name, text in _COMMANDS.items()]
-            sys.stdout.write(f"usage: meshctl COMMAND [FLAGS]\n\n{''.join(lines)}")
-            return SystemExit(0)
-        case [command, *_]:
-            message = f"{command!r}: no such command{suggest(command, _COMMANDS)}"
-        case _:
-            message = f"a command is required: {', '.join(_COMMANDS)}"
-    return _failure("meshctl", message)
-
-
-def _failure(program: str, message: str) -> SystemExit:
-    sys.stderr.write(f"{program}: {message} (see {program} --help)\n")
-    return SystemExit(2)
-
-
-def parse_up(argv: list[str], environ: Mapping[str, str]) -> UpOptions:
-    """Exits 0 for --help, 2 with a message for a bad argument, as the others below."""
-    at = argv.index("--then") if "--then" in argv else len(argv)
-    flags, then = argv[:at], tuple(argv[at + 1 :])
-    if at < len(argv) and not then:
-        raise _failure("meshctl up", "--then: needs a command")
-    with_flag = (UpOptions.model_fields.keys() - ServiceConfig.model_fields.keys()).union(
-        _REGISTRY_FLAGS, ["drain_s"]
-    )
-    options, _ = read_config_or_exit(
-        UpOptions, None, environ, flags, name="meshctl up", flags=with_flag - {"then", "http_host"}
-    )
-    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
-    sample = options.sample or (options.once and not then)
-    return options.model_copy(update={"then": then, "http_host": http_host, "sample": sample})
-
-
-def parse_status(argv: list[str], environ: Mapping[str, str]) -> tuple[StatusConfig, str, bool]:
-    """Returns the configuration, the key of the member to show ("": all), and whether the output is
-    JSON."""
-    flags = [word for word in argv if word != "--json"]
-    key = flags.pop(0) if flags and not flags[0].startswith("-") else ""
-    config, _ = read_config_or_exit(
-        StatusConfig, None, environ, flags, name="meshctl status", flags=_REGISTRY_FLAGS
-    )
-    return config, key, "--json" in argv
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _failure(self.prog, message)
-
-
-def parse_demo(argv: list[str]) -> str:
-    """Returns the registry."""
-    parser = _Parser(prog="meshctl demo", description=_COMMANDS["demo"], allow_abbrev=False)
-    parser.add_argument(
-        "--registry",
-        choices=("file", "consul"),
-        default="file",
-        help="service discovery; consul starts its own agent, downloaded if necessary",
-    )
-    registry: str = parser.parse_args(argv).registry
-    return registry

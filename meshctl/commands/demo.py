@@ -22,13 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import grpc
 import httpx
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from common.runtime.free_ports import free_ports
+from common.runtime.telemetry import STABLE_NAME
 from meshctl.process.child import with_parent_guard
+from meshctl.usage import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS_EXPECTED = 2
@@ -45,8 +48,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
+    """A span, with the service and the stable name of its process."""
+
     service: str
     span: trace_pb2.Span
+    stable_name: str = ""
 
     def attribute(self, name: str) -> str:
         """Returns an attribute as text; "" if absent."""
@@ -72,11 +78,10 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         for resource in request.resource_spans:
-            names = [a.value.string_value for a in resource.resource.attributes
-                     if a.key == "service.name"]  # fmt: skip
-            service = names[0] if names else "?"
+            names = {a.key: a.value.string_value for a in resource.resource.attributes}
+            service, name = names.get("service.name", "?"), names.get(STABLE_NAME, "")
             for scope in resource.scope_spans:
-                self.received += [ReceivedSpan(service, span) for span in scope.spans]
+                self.received += [ReceivedSpan(service, span, name) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -159,6 +164,22 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         ignore()
+
+
+@click.command("demo", cls=Command, options_metavar="[FLAGS]")
+@click.option(
+    "--registry",
+    type=click.Choice(["file", "consul"]),
+    default="file",
+    help="Service discovery; consul starts its own agent, downloaded if necessary.",
+)
+@click.pass_obj
+def command(environ: Mapping[str, str], registry: str) -> int:
+    """Runs a disaggregated mesh, two requests with a common prefix, and shows their trace.
+
+    The last line is one JSON object. It needs the packages of `make setup`.
+    """
+    return demo(registry, environ)
 
 
 def demo(registry: str, environ: Mapping[str, str]) -> int:

@@ -10,28 +10,27 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import structlog
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from common.runtime.config import ConfigError, ServiceConfig, read_config
+from common.runtime.config import ServiceConfig
 from common.runtime.mesh_auth import CALL_VALID_S
 from meshctl.doctor.checks import find_problems
 from meshctl.doctor.collect import collect
 from meshctl.doctor.collect.host import read_host
 from meshctl.doctor.facts import Facts, Limits
 from meshctl.doctor.report import exit_status, to_json, to_lines
-from meshctl.options import StatusConfig
+from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
+from meshctl.usage import UnusableSettings
 
 
-class DoctorConfig(StatusConfig):
-    """Checks settings, registry, members, clocks, index, ports, certificates and disk.
-
-    Each finding states what to do. With `--json` it prints JSON.
-    """
+class DoctorConfig(MeshConfig):
+    """Settings of `meshctl doctor`."""
 
     answer_s: PositiveFloat = 2.0
     """Seconds for each question to a member or the registry."""
@@ -43,23 +42,33 @@ class DoctorConfig(StatusConfig):
     """Folder of the logs of `meshctl up`."""
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a command line."""
-    flags = [word for word in argv if word != "--json"]
-    own = DoctorConfig.model_fields.keys() - ServiceConfig.model_fields.keys()
-    try:
-        config, _ = read_config(
-            DoctorConfig,
-            None,
-            environ,
-            flags,
-            name="meshctl doctor",
-            flags={*own, "namespace", "registry", "registry_path", "consul_url"},
-        )
-    except ConfigError as error:
-        facts = Facts(time.time(), setting_problems=error.problems, host=read_host())
-        return report(facts, as_json="--json" in argv)
-    return doctor(config, environ, as_json="--json" in argv)
+class _DoctorCommand(MeshCommand[DoctorConfig]):
+    """Unusable settings are findings."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except UnusableSettings as error:
+            facts = Facts(time.time(), setting_problems=tuple(error.problems), host=read_host())
+            return report(facts, as_json=ctx.params["as_json"])
+
+
+@click.command(
+    "doctor",
+    cls=_DoctorCommand,
+    config=DoctorConfig,
+    flags=(DoctorConfig.model_fields.keys() - ServiceConfig.model_fields.keys()).union(
+        REGISTRY_FLAGS
+    ),
+)
+@json_flag
+@click.pass_obj
+def command(environ: Mapping[str, str], config: DoctorConfig, as_json: bool) -> int:
+    """Checks settings, registry, members, clocks, index, ports, certificates and disk.
+
+    Each finding states what to do. It changes nothing. The exit status is 1 if an error was found.
+    """
+    return doctor(config, environ, as_json=as_json)
 
 
 def doctor(config: DoctorConfig, environ: Mapping[str, str], *, as_json: bool) -> int:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+# Any: of click.
+from typing import Any
+
+import click
+
 from common.api_keys import ApiKey, KeyDocument, Limits, Permission, Tenant, hash_of, parse_keys
 from common.errors import MeshError, NotFound
+from meshctl.options import json_flag
+from meshctl.usage import Command, Group
 from meshctl.view.screen import align
 
 VARIABLE = "KVMESH_FRONTEND_API_KEYS"
@@ -22,48 +29,137 @@ _DEFAULT_SCOPES = f"{Permission.INFER},{Permission.EMBEDDINGS}"
 _KEY_BYTES = 32
 
 
-def keys(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a command line; returns its exit status. A new key is the only line of the output."""
-    options = _parser(environ).parse_args(argv)
-    path, now = options.api_keys, datetime.now(UTC).replace(microsecond=0)
-    try:
-        match options.command:
-            case "create":
-                scopes = _read_scopes(options.scopes)
-                key, text = _new_key(scopes, now, options.days)
-                with _edited(path) as tenants:
-                    _add(tenants, options.tenant, key)
-            case "rotate":
-                end = now + timedelta(seconds=options.overlap_s)
-                with _edited(path) as tenants:
-                    tenant, old = _removed(tenants, options.id)
-                    old = old.model_copy(update={"expires": min(old.expires or end, end)})
-                    key, text = _new_key(old.scopes, now, options.days)
-                    _add(tenants, tenant, old, key)
-            case "limits":
-                limits = Limits(
-                    requests_per_s=options.requests_per_s,
-                    tokens_per_min=options.tokens_per_min,
-                    concurrency=options.concurrency,
-                    weight=options.weight,
-                )
-                with _edited(path) as tenants:
-                    _limit(tenants, options.tenant, limits)
-                return 0
-            case "revoke":
-                with _edited(path) as tenants:
-                    _removed(tenants, options.id)
-                return 0
-            case _:
-                _print_keys(parse_keys(path.read_bytes()))
-                return 0
-    except (OSError, ValueError, MeshError) as error:
-        sys.stderr.write(f"meshctl keys: {error}\n")
-        return 1
-    # Only after the file has it.
+class _KeysCommand(Command):
+    """A command on the file of the keys, which its function receives as the first argument."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        assert ctx.parent is not None
+        assert self.callback is not None
+        path = ctx.parent.params["api_keys"] or ctx.obj.get(VARIABLE)
+        if not path:
+            message = f"--api-keys: required and not given; it can also be the variable {VARIABLE}"
+            raise click.UsageError(message, ctx.parent)
+        try:
+            return ctx.invoke(self.callback, Path(path), **ctx.params)
+        except (OSError, ValueError, MeshError) as error:
+            sys.stderr.write(f"meshctl keys: {error}\n")
+            return 1
+
+
+command = Group(
+    "keys",
+    help="Creates, lists, revokes and rotates the API keys of the frontend's file. A running "
+    "frontend reads the change within 2 s.",
+    params=[
+        click.Option(
+            ["--api-keys"],
+            metavar="FILE",
+            type=click.Path(),
+            help=f"File of the keys, or {VARIABLE}; created if it is missing.",
+        )
+    ],
+)
+_days = click.option("--days", type=float, help="Days until the new key expires. Unset: never.")
+_id = click.argument("key_id", metavar="ID")
+
+
+@command.command("create", cls=_KeysCommand)
+@click.argument("tenant")
+@click.option(
+    "--scopes",
+    default=_DEFAULT_SCOPES,
+    help=f"Of {', '.join(Permission)}; default {_DEFAULT_SCOPES}.",
+)
+@_days
+@json_flag
+def create(path: Path, tenant: str, scopes: str, days: float | None, as_json: bool) -> None:
+    """Adds a key, and prints it.
+
+    TENANT is the name of the client: letters, digits, '.', '_', '-'.
+    """
+    key, text = _new_key(_read_scopes(scopes), _now(), days)
+    with _edited(path) as tenants:
+        _add(tenants, tenant, key)
+    _print_new_key(tenant, key, text, as_json=as_json)
+
+
+@command.command("list", cls=_KeysCommand)
+@json_flag
+def list_(path: Path, as_json: bool) -> None:
+    """Shows all keys, without the keys themselves."""
+    document = parse_keys(path.read_bytes())
+    if as_json:
+        rows = [_json_object(tenant, key) for tenant, key in document.entries()]
+        sys.stdout.write(json.dumps(rows) + "\n")
+    else:
+        _print_keys(document)
+
+
+@command.command("limits", cls=_KeysCommand)
+@click.argument("tenant")
+@click.option("--requests-per-s", type=float, help="Requests a second.")
+@click.option("--tokens-per-min", type=int, help="Tokens a minute, of prompts and output.")
+@click.option("--concurrency", type=int, help="Requests at a time.")
+@click.option(
+    "--weight", type=float, default=1.0, help="Share of busy workers, relative to others."
+)
+def limits(path: Path, tenant: str, **values: Any) -> None:
+    """Sets the limits of a tenant; unset: no limit."""
+    new = Limits(**values)
+    with _edited(path) as tenants:
+        _limit(tenants, tenant, new)
+
+
+@command.command("revoke", cls=_KeysCommand)
+@_id
+def revoke(path: Path, key_id: str) -> None:
+    """Removes a key."""
+    with _edited(path) as tenants:
+        _removed(tenants, key_id)
+
+
+@command.command("rotate", cls=_KeysCommand)
+@_id
+@_days
+@click.option(
+    "--overlap-s",
+    type=float,
+    default=86_400.0,
+    help="Seconds for which the old key stays valid; default 86400.",
+)
+@json_flag
+def rotate(path: Path, key_id: str, days: float | None, overlap_s: float, as_json: bool) -> None:
+    """Adds a key like another one, which then expires."""
+    now = _now()
+    end = now + timedelta(seconds=overlap_s)
+    with _edited(path) as tenants:
+        tenant, old = _removed(tenants, key_id)
+        old = old.model_copy(update={"expires": min(old.expires or end, end)})
+        key, text = _new_key(old.scopes, now, days)
+        _add(tenants, tenant, old, key)
+    _print_new_key(tenant, key, text, as_json=as_json)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _print_new_key(tenant: str, key: ApiKey, text: str, *, as_json: bool) -> None:
+    """Prints a key that the file already has, as the only line of the output."""
     sys.stderr.write(f"{key.id}: this is the only time that the key is shown\n")
-    sys.stdout.write(f"{text}\n")
-    return 0
+    shown = json.dumps(_json_object(tenant, key) | {"key": text}) if as_json else text
+    sys.stdout.write(f"{shown}\n")
+
+
+def _json_object(tenant: str, key: ApiKey) -> dict[str, object]:
+    """Returns a key without its text, for programs."""
+    return {
+        "id": key.id,
+        "tenant": tenant,
+        "scopes": sorted(key.scopes),
+        "created": key.created.isoformat(),
+        "expires": None if key.expires is None else key.expires.isoformat(),
+    }
 
 
 def _read_scopes(text: str) -> frozenset[Permission]:
@@ -144,50 +240,3 @@ def _print_keys(document: KeyDocument) -> None:
             (key.id, tenant, ",".join(sorted(key.scopes)), key.created.isoformat(), expires)
         )
     sys.stdout.writelines(f"{line}\n" for line in align(rows))
-
-
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="meshctl keys",
-        description="Creates, lists, revokes and rotates the API keys of the frontend's file. A "
-        "running frontend reads the change within 2 s.",
-        allow_abbrev=False,
-    )
-    default = environ.get(VARIABLE)
-    parser.add_argument(
-        "--api-keys",
-        metavar="FILE",
-        type=Path,
-        default=default and Path(default),
-        required=not default,
-        help=f"file of the keys, or {VARIABLE}; created if it is missing",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    create = commands.add_parser("create", help="add a key, and print it")
-    create.add_argument("tenant", help="name of the client: letters, digits, '.', '_', '-'")
-    scopes = ", ".join(Permission)
-    create.add_argument(
-        "--scopes", default=_DEFAULT_SCOPES, help=f"of {scopes}; default {_DEFAULT_SCOPES}"
-    )
-    limits = commands.add_parser("limits", help="set the limits of a tenant; unset: no limit")
-    limits.add_argument("tenant", help="its name: see list")
-    limits.add_argument("--requests-per-s", type=float, help="requests a second")
-    limits.add_argument("--tokens-per-min", type=int, help="tokens a minute, prompts and output")
-    limits.add_argument("--concurrency", type=int, help="requests at a time")
-    limits.add_argument(
-        "--weight", type=float, default=1.0, help="share of busy workers, relative to others"
-    )
-    commands.add_parser("list", help="show all keys, without the keys themselves")
-    revoke = commands.add_parser("revoke", help="remove a key")
-    rotate = commands.add_parser("rotate", help="add a key like another one, which then expires")
-    for command in (revoke, rotate):
-        command.add_argument("id", help="of the key: see list")
-    for command in (create, rotate):
-        command.add_argument("--days", type=float, help="until the new key expires; unset: never")
-    rotate.add_argument(
-        "--overlap-s",
-        type=float,
-        default=86_400.0,
-        help="seconds for which the old key stays valid; default 86400",
-    )
-    return parser

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import click
+
 from meshctl.process.child import with_parent_guard
 
 
@@ -20,3 +22,9 @@ def replay(flags: Sequence[str]) -> int:
                 # The terminal sends the signal to the child, too.
                 continue
             return status if status >= 0 else 128 - status
+
+
+@click.command("replay", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def command(flags: tuple[str, ...]) -> int:
+    return replay(flags)

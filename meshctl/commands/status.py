@@ -1,10 +1,10 @@
-"""`meshctl status [KEY]`: the members of a mesh with health, load and KV use.
+"""`meshctl status [MEMBER]`: the members of a mesh with health, load and KV use.
 
 The data comes from the registry and from the processes themselves, never from a cache.
 
 A worker of which the engine fails its probes is `failing`; the reason follows the table.
 
-KEY selects one member by its name in log events (`Instance.key`).
+MEMBER selects one member by its stable name, its id or its key in log events.
 
 Exit status: 0 if all members serve; 1 if one does not, or there is none; 2 if the registry is
 unreachable.
@@ -20,17 +20,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import click
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import MeshError, NotFound
 from common.registry.instances import Instance
-from common.registry.open import open_registry
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
-from meshctl.view.members import describe_registry, members
+from meshctl.completion import complete_members
+from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
+from meshctl.view.members import describe_registry, find_member, read_members
 from meshctl.view.screen import align
 
 TIMEOUT_S = 1.0
@@ -93,21 +95,14 @@ class Row:
         return tuple("-" if value is None else str(value) for value in columns.values())
 
 
-async def gather(config: ServiceConfig, key: str = "") -> list[Row]:
-    """Reads the registry, then queries all instances at once, or the one with this key. Raises
-    Unavailable, InvalidRequest, and NotFound if no instance has the key."""
+async def gather(config: ServiceConfig, member: str = "") -> list[Row]:
+    """Reads the registry, then queries all instances at once, or the one with this name, id or key.
+    Raises Unavailable, InvalidRequest, and NotFound without such an instance."""
     security = rpc.security_from_config(config)
-    registry = open_registry(config)
-    try:
-        snapshot = await members(registry, config)
-    finally:
-        await registry.close()
+    snapshot = await read_members(config)
     instances = sorted(snapshot.instances.values(), key=_sort_key)
-    if key:
-        instances = [instance for instance in instances if instance.key == key]
-        if not instances:
-            place = f"namespace {config.namespace!r} of {describe_registry(config)}"
-            raise NotFound(f"no instance with the key {key!r} in {place}", field="key")
+    if member:
+        instances = [find_member(instances, member, config)]
     return list(await asyncio.gather(*(_query_instance(i, security) for i in instances)))
 
 
@@ -154,9 +149,22 @@ def describe_failures(rows: Iterable[Row]) -> str:
     )
 
 
-def status(config: ServiceConfig, key: str = "", *, as_json: bool) -> int:
+@click.command("status", cls=MeshCommand, config=MeshConfig, flags=REGISTRY_FLAGS)
+@click.argument("member", default="", shell_complete=complete_members)
+@json_flag
+def command(config: MeshConfig, member: str, as_json: bool) -> int:
+    """Shows the members of a mesh with their health, load and KV use.
+
+    MEMBER is the stable name of one member, its id, or its key in log events. With `--json` ids
+    are text, and KV use is from 0 to 1.
+    """
+    return status(config, member, as_json=as_json)
+
+
+def status(config: ServiceConfig, member: str = "", *, as_json: bool) -> int:
+    """Prints the members; returns 1 if one does not serve, or there is none."""
     try:
-        rows = asyncio.run(gather(config, key))
+        rows = asyncio.run(gather(config, member))
     except MeshError as error:
         sys.stderr.write(f"meshctl: {error.message}\n")
         return 1 if isinstance(error, NotFound) else EXIT_UNREACHABLE

@@ -22,15 +22,16 @@ from functools import partial
 from pathlib import Path
 from random import SystemRandom
 
+import click
 import httpx
 
 from common.errors import MeshError
 from common.registry.open import open_registry
 from common.registry.registry import Registry
 from common.rpc.channel import security_from_config
-from common.runtime.config import ServiceConfig
+from common.runtime.config import PREFIX, ServiceConfig
 from common.runtime.tasks import TaskGroup
-from meshctl.options import UpOptions
+from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
 from meshctl.process.liveness import is_live
 from meshctl.process.stop_requests import StopAction, StopRequests
@@ -44,6 +45,7 @@ from meshctl.view.screen import (
     describe_log_line,
     hints,
     http_url,
+    own_command,
     should_colour,
     table,
 )
@@ -66,6 +68,43 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class CannotStart(Exception):
     """Nothing was started; the message states the reason and the remedy."""
+
+
+class _ThenCommand(MeshCommand[UpOptions]):
+    """A command of which the flag `--then` takes the rest of the line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--then") if "--then" in args else len(args)
+        flags, then = args[:at], tuple(args[at + 1 :])
+        if at < len(args) and not (then or ctx.resilient_parsing):
+            raise click.UsageError("--then: needs a command", ctx)
+        rest = super().parse_args(ctx, flags)
+        ctx.params["then"] = then
+        return rest
+
+
+_WITHOUT_FLAG = ServiceConfig.model_fields.keys() | {"then", "http_host"}
+
+
+@click.command(
+    "up",
+    cls=_ThenCommand,
+    config=UpOptions,
+    flags=(UpOptions.model_fields.keys() - _WITHOUT_FLAG).union(REGISTRY_FLAGS, ["drain_s"]),
+)
+@click.option("--then", metavar="CMD...", help="Command to run once ready: the rest of the line.")
+@click.pass_obj
+def command(environ: Mapping[str, str], options: UpOptions, then: tuple[str, ...]) -> int:
+    """Starts a mesh on this host, restarts services that end, and stops all on Ctrl-C or SIGTERM.
+
+    A second signal kills. Services inherit the environment, so KVMESH_<SERVICE>_* configures them;
+    the flags below have precedence. `--then CMD...` runs a command once ready, with OPENAI_BASE_URL
+    set to the mesh.
+    """
+    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
+    sample = options.sample or (options.once and not then)
+    more = {"then": then, "http_host": http_host, "sample": sample}
+    return up(options.model_copy(update=more), environ)
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
@@ -245,7 +284,9 @@ class _UpCommand:
                 self.session_status = 1
                 supervisor.stop()
                 return
-            hint_lines = [] if self.options.once else [*hints(url, self.options.model_name), ""]
+            command_name = own_command(sys.argv[0], self.environ.get("PATH", ""))
+            found = hints(url, self.options.model_name, command_name)
+            hint_lines = [] if self.options.once else [*found, ""]
             for line in ["", *table(supervisor.children), "", *hint_lines]:
                 self.screen.print_line(line)
             status = 0

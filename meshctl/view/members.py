@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from common.errors import Unavailable
-from common.registry.instances import Snapshot
+from collections.abc import Iterable
+
+from common.errors import NotFound, Unavailable
+from common.registry.instances import Instance, Snapshot
+from common.registry.open import open_registry
 from common.registry.registry import Registry
-from common.runtime.config import ServiceConfig
+from common.runtime.config import ServiceConfig, suggest
 
 
 async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
@@ -16,8 +19,35 @@ async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
     return snapshot
 
 
+async def read_members(config: ServiceConfig) -> Snapshot:
+    """Returns the current members, from a registry that is opened for that. Raises Unavailable and
+    InvalidRequest."""
+    registry = open_registry(config)
+    try:
+        return await members(registry, config)
+    finally:
+        await registry.close()
+
+
+def names_by_id(snapshot: Snapshot) -> dict[str, str]:
+    """Returns the stable names of the members by their id in decimal digits."""
+    return {str(i.id): i.stable_name for i in snapshot.instances.values() if i.stable_name}
+
+
 def describe_registry(config: ServiceConfig) -> str:
     if config.registry == "consul":
         return f"Consul at {config.consul_url}"
     path = config.registry_path.resolve()
     return f"the registry {path}" + ("" if path.is_dir() else " (folder does not exist)")
+
+
+def find_member(instances: Iterable[Instance], text: str, config: ServiceConfig) -> Instance:
+    """Returns the member with this stable name, id or key. Raises NotFound."""
+    instances = tuple(instances)
+    for instance in instances:
+        if text in (instance.stable_name, str(instance.id), instance.key):
+            return instance
+    names = [instance.stable_name for instance in instances if instance.stable_name]
+    place = f"namespace {config.namespace!r} of {describe_registry(config)}"
+    message = f"no instance with the key {text!r} in {place}{suggest(text, names)}"
+    raise NotFound(message, field="member")

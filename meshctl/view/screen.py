@@ -8,6 +8,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TextIO
 
 from meshctl.process.child import ReadyLine
@@ -24,7 +25,7 @@ from meshctl.process.supervise import (
 from meshctl.view.frontend import chat_body
 
 # Of every log line.
-_COMMON_FIELDS = frozenset({"level", "timestamp", "service", "instance", "logger"})
+_COMMON_FIELDS = frozenset({"level", "timestamp", "service", "instance", "name", "logger"})
 
 _RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
@@ -148,9 +149,17 @@ def describe_log_line(line: str) -> str:
         fields = dict(json.loads(line))
     except (ValueError, TypeError):
         return line
-    event = fields.pop("event", "")
-    details = [f"{key}={value}" for key, value in fields.items() if key not in _COMMON_FIELDS]
-    return " ".join([str(event), *details])
+    return describe_fields(fields)
+
+
+def describe_fields(fields: Mapping[str, object]) -> str:
+    """Returns the event of a log line and its own fields."""
+    details = [
+        f"{key}={value}"
+        for key, value in fields.items()
+        if key not in _COMMON_FIELDS and key != "event"
+    ]
+    return " ".join([str(fields.get("event", "")), *details])
 
 
 def describe_status(status: int | None) -> str:
@@ -182,13 +191,29 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def hints(url: str, model: str) -> list[str]:
+def hints(url: str, model: str, meshctl: str = "meshctl") -> list[str]:
+    """Returns what to do with a mesh. meshctl: the command of this program."""
     body = shlex.quote(json.dumps(chat_body(model, "Hello", 32)))
     return [
         f"models   {url}/v1/models",
         f"chat     curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {body}",
+        f"status   {meshctl} status",
         "stop     Ctrl-C drains; a second one kills",
     ]
+
+
+def own_command(program: str, path: str) -> str:
+    """Returns this program as a user types it.
+
+    - program: the first word of the command line, as the process received it.
+    - path: the variable PATH.
+    """
+    file = Path(program)
+    if file.name == "__main__.py":
+        return "python -m meshctl"
+    # A shell passes the absolute path of a command that it finds by PATH.
+    is_found = file.is_absolute() and str(file.parent) in path.split(os.pathsep)
+    return file.name if is_found else program
 
 
 def http_url(line: ReadyLine | None) -> str:

@@ -36,7 +36,7 @@ import numpy as np
 from common.registry.card import Artifact, ModelCard
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
-from meshctl.commands.keys import keys as meshctl_keys
+from meshctl.cli import run_command
 from tests.kit.bombs import (
     CONSTRAINT_BOMBS,
     MEDIA_BOMBS,
@@ -67,7 +67,7 @@ def create_keys(path: Path) -> dict[str, Headers]:
     for tenant in TENANTS:
         with redirect_stdout(io.StringIO()) as output:
             arguments = ["create", tenant, "--scopes=infer,admin"]
-            assert meshctl_keys([f"--api-keys={path}", *arguments], {}) == 0
+            assert run_command(["keys", f"--api-keys={path}", *arguments], {}) == 0
         headers[tenant] = {"authorization": f"Bearer {output.getvalue().strip()}"}
     return headers
 

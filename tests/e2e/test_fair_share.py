@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from meshctl.commands.keys import keys as meshctl_keys
+from meshctl.cli import run_command
 from tests.kit.processes import MODEL, Mesh
 from tests.kit.waiting import WAIT_S, wait_for
 
@@ -27,7 +27,7 @@ SECONDS = 5.0
 
 def run(path: Path, *arguments: str) -> str:
     with redirect_stdout(io.StringIO()) as output:
-        assert meshctl_keys([f"--api-keys={path}", *arguments], {}) == 0
+        assert run_command(["keys", f"--api-keys={path}", *arguments], {}) == 0
     return output.getvalue().strip()
 
 

@@ -21,8 +21,8 @@ import openai
 import pytest
 
 from common.api_keys import Permission
+from meshctl.cli import run_command
 from meshctl.commands.keys import VARIABLE
-from meshctl.commands.keys import keys as meshctl_keys
 from tests.kit.processes import MODEL, ROOT, Mesh
 from tests.kit.waiting import WAIT_S, wait_for
 
@@ -62,7 +62,7 @@ class Keys:
     def run(self, *arguments: str) -> str:
         """The output of `meshctl keys`."""
         with redirect_stdout(io.StringIO()) as output:
-            assert meshctl_keys([f"--api-keys={self.path}", *arguments], {}) == 0
+            assert run_command(["keys", f"--api-keys={self.path}", *arguments], {}) == 0
         return output.getvalue().strip()
 
     def id_of(self, text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from meshctl.commands.keys import keys as meshctl_keys
+from meshctl.cli import run_command
 from tests.kit.processes import MODEL, Mesh
 from tests.kit.waiting import WAIT_S, wait_for
 
@@ -49,7 +49,7 @@ class Tenants:
 
     def run(self, *arguments: str) -> str:
         with redirect_stdout(io.StringIO()) as output:
-            assert meshctl_keys([f"--api-keys={self.path}", *arguments], {}) == 0
+            assert run_command(["keys", f"--api-keys={self.path}", *arguments], {}) == 0
         return output.getvalue().strip()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +14,13 @@ import pytest
 from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from meshctl.commands.health import health, main
+from meshctl.cli import run_command
+from meshctl.health_probe import health
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshctl.commands.health.TIMEOUT_S", 20.0)
+    monkeypatch.setattr("meshctl.health_probe.TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -69,15 +72,13 @@ def test_a_closed_port_is_one_line_with_the_reason(capsys: pytest.CaptureFixture
 def test_an_address_without_host_or_port_is_named(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([address])
-    assert exit_.value.code == 2
+    assert run_command(["health", address], {}) == 2
     message = f"argument HOST:PORT: {address!r}: must be HOST:PORT (see meshctl health --help)"
     assert capsys.readouterr().err == f"meshctl health: {message}\n"
 
 
 def test_an_ipv6_address_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["[::1]:1"]) == 1
+    assert run_command(["health", "[::1]:1"], {}) == 1
     assert capsys.readouterr().err.startswith("[::1]:1: UNAVAILABLE")
 
 
@@ -93,9 +94,63 @@ def test_the_command_imports_no_other_part_of_the_project() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [
-        "meshctl",
-        "meshctl.__main__",
-        "meshctl.commands",
-        "meshctl.commands.health",
-    ]
+    assert done.stdout.split() == ["meshctl", "meshctl.__main__", "meshctl.health_probe"]
+
+
+def test_a_health_for_programs_is_json(
+    served: tuple[grpc_health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, address = served
+    assert run_command(["health", address, "--json"], {}) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"address": address, "status": "SERVING", "error": None}
+    assert run_command(["health", address, "--service=x.Y", "--json"], {}) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["error"] == "NOT_FOUND: no service 'x.Y' here"
+
+
+def test_a_service_with_a_long_name_is_requested_by_it(
+    served: tuple[grpc_health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, address = served
+    name = "a" * 300
+    servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    assert health(address, name) == 0
+    assert health(address, name + "b") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "UNAVAILABLE"),
+        (b"", "UNAVAILABLE: the server closed the connection"),
+        (b"\x00\x00\x08\x07" + bytes(13), "UNAVAILABLE: the server ended the call"),
+    ],
+)
+def test_a_port_of_another_protocol_is_unavailable(
+    answer: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(answer)
+
+        served = pool.submit(serve)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert health(address) == 1
+        served.result()
+    assert capsys.readouterr().err.startswith(f"{address}: {reason}")
+
+
+def test_a_port_without_an_answer_is_reported_in_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshctl.health_probe.TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert health(address) == 1
+    expected = f"{address}: DEADLINE_EXCEEDED: no response within 0.2 s\n"
+    assert capsys.readouterr().err == expected

@@ -20,6 +20,7 @@ from meshctl.view.screen import (
     find_crash_reason,
     hints,
     http_url,
+    own_command,
     should_colour,
     table,
 )
@@ -132,6 +133,21 @@ def test_the_hint_is_a_command_line_even_for_a_model_with_quotes_in_its_name() -
     words = shlex.split(hints("http://h:1", "it's")[1])
     assert words[:2] == ["chat", "curl"]
     assert '"model": "it\'s"' in words[-1]
+
+
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [
+        (".venv/bin/meshctl", ".venv/bin/meshctl"),
+        ("/usr/bin/meshctl", "meshctl"),
+        ("/srv/mesh/bin/meshctl", "/srv/mesh/bin/meshctl"),
+        ("/srv/mesh/meshctl/__main__.py", "python -m meshctl"),
+    ],
+)
+def test_hints_name_the_command_as_the_user_can_type_it(program: str, typed: str) -> None:
+    command = own_command(program, "/bin:/usr/bin")
+    assert command == typed
+    assert hints("http://h:1", "sim", command)[2] == f"status   {typed} status"
 
 
 @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
