@@ -13,17 +13,24 @@ from random import Random
 from prometheus_client import CollectorRegistry, generate_latest
 
 from common.errors import MeshError, Unavailable
-from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.registry.instances import (
+    HTTP_META_KEY,
+    METRICS_META_KEY,
+    Instance,
+    Snapshot,
+    SnapshotDiff,
+)
 from common.registry.registry import Registry, follow
 from common.request.placement import Decision, Query
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
+from common.runtime.hosts import WILDCARD_HOSTS
 from common.runtime.member_key import MemberKey
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
-from common.service.metrics_server import add_process_metrics
+from common.service.metrics_server import add_instance_info, add_process_metrics
 from common.streams.stall_clock import TICK_S, StallClock
 from common.trials import constraints
 from common.trials.trials import Trials
@@ -190,8 +197,20 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self.metrics_address = rpc.join_address(host, port)
             lifecycle.spawn(admin.serve([admin_socket]), name="metrics")
         await self._server.start()
-        scheme = "http" if self._certificates is None else "https"
-        return self._info(http=f"{scheme}://{self.http_address}")
+        url = _url(self.http_address, self._certificates)
+        self._meta |= {HTTP_META_KEY: url, METRICS_META_KEY: self._metrics_url(url)}
+        return self._info(http=url)
+
+    def _metrics_url(self, url: str) -> str:
+        """Returns the URL of the metrics. url: that of the API."""
+        config = self._config
+        if self.metrics_address:
+            host, port = self.metrics_address.rsplit(":", 1)
+            if config.effective_metrics_host in WILDCARD_HOSTS:
+                host = config.advertise_host or config.http_host
+            files = self._certificates or self._security.files
+            url = _url(rpc.join_address(host.strip("[]"), int(port)), files)
+        return url + config.metrics_path
 
     def _build_metrics(self) -> CollectorRegistry:
         metrics = CollectorRegistry()
@@ -204,6 +223,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._records.counts, prefix))
         add_process_metrics(metrics)
+        add_instance_info(metrics, "frontend", self.instance_id, self._config.stable_name)
         return metrics
 
     def _build_http_servers(
@@ -352,6 +372,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 async def _unchanged(own: Readiness) -> Readiness:
     """Returns the readiness of a frontend with one process."""
     return own
+
+
+def _url(address: str, certificates: CertificateFiles | None) -> str:
+    return f"{'http' if certificates is None else 'https'}://{address}"
 
 
 def _http_certificates(config: FrontendConfig) -> CertificateFiles | None:

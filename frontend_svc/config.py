@@ -21,9 +21,6 @@ AuditContent = Literal["all", "request", "none"]
 class FrontendConfig(ServiceConfig):
     """The settings of a frontend."""
 
-    stable_name: str = ""
-    """Name that survives restarts, one per replica: the mesh only uses the newest instance of a
-    name. Empty: none."""
     http_host: str = "127.0.0.1"
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000

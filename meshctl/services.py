@@ -71,8 +71,7 @@ def _build_spec(
         # A health port of its own answers Consul's checks while the event loop is busy.
         common += ["--consul-url", options.consul_url, "--health-port", "0"]
     common += ["--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
-    if kind in ("frontend", "worker"):
-        common += ["--stable-name", f"{options.name_prefix}{name}"]
+    common += ["--stable-name", f"{options.name_prefix}{name}"]
     return ServiceSpec(
         name=name,
         module=f"{kind}_svc",

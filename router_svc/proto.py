@@ -288,6 +288,7 @@ def candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         excluded_reason=row.excluded_reason,
         leg=row.leg,
         terms=None if row.terms is None else row.terms._asdict(),
+        name=row.name,
         source_state=index_status.state,
         source_reason=index_status.reason,
         # The state is that of the question, and may be younger than the decision.

@@ -25,9 +25,6 @@ def _validate_engine(name: str) -> str:
 class WorkerConfig(ServiceConfig):
     """The settings of a worker."""
 
-    stable_name: str = ""
-    """Name that survives restarts, one per replica: the mesh only uses the newest instance of a
-    name. Empty: none."""
     engine: Annotated[str, AfterValidator(_validate_engine)] = "sim"
     """sglang is the real engine; sim needs no GPU; echo repeats the prompt. module:factory is an
     engine of your own: the factory receives this configuration."""

@@ -37,6 +37,9 @@ ENDPOINT_NAME = "serve"
 STREAM_META_KEY = "streams"
 # In meta: the host:port for Consul's gRPC health checks.
 HEALTH_META_KEY = "health"
+# In a frontend's meta: the URL of its API without /v1, and that of its metrics; optional.
+HTTP_META_KEY = "http"
+METRICS_META_KEY = "metrics"
 # In a router's meta: its policy for serving requests aggregated that could be split; optional.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 # In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.

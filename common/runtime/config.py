@@ -47,6 +47,7 @@ FILE_SUFFIX = "_file"
 # Variables of other standards, with the lowest precedence.
 _ALIASES = {
     "consul_token": "CONSUL_HTTP_TOKEN",
+    "jaeger_url": "JAEGER_QUERY_URL",
     "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
 }
 
@@ -134,6 +135,9 @@ class ServiceConfig(BaseModel):
     metrics_key: str | None = Field(default=None, repr=False)
     """Secret that clients of metrics_port send as a bearer token. Required if metrics_host is open
     to other hosts."""
+    stable_name: str = ""
+    """Name that survives restarts, one per process: the mesh only uses the newest instance of a
+    name. Logs, spans, metrics and meshctl show it beside the id. Empty: none."""
     namespace: Annotated[str, AfterValidator(_validate_namespace)] = "default"
     """Separates meshes that share a registry."""
     registry: Literal["file", "consul", "memory"] = "file"

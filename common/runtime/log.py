@@ -100,6 +100,7 @@ def setup(
     *,
     service: str = "",
     instance_id: str = "",
+    stable_name: str = "",
     fd: int | None = None,
 ) -> LogWriter:
     """Configures structlog and logging, replacing any earlier setup. fd: None is stderr."""
@@ -109,7 +110,7 @@ def setup(
     if fmt == "console":
         plain = structlog.dev.plain_traceback
         renderers = [structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain)]
-    names = {"service": service, "instance": instance_id}
+    names = {"service": service, "instance": instance_id, "name": stable_name}
     identity = {key: value for key, value in names.items() if value}
 
     def add_identity(_logger: object, _method: str, event: LogEvent) -> LogEvent:

@@ -33,6 +33,8 @@ from common.runtime import env
 
 LOG = structlog.get_logger(__name__)
 
+# Attribute of the resource of each span.
+STABLE_NAME = "kvmesh.stable_name"
 EXPORT_TIMEOUT_S = 1.0  # Per export.
 QUEUE_SPANS_MAX = 4096  # A full queue drops the oldest spans.
 BATCH_SPANS_MAX = 512
@@ -63,25 +65,38 @@ class Telemetry:
 
 
 def setup(
-    service_name: str, instance_id: str, otlp_endpoint: str | None, sample_ratio: float
+    service_name: str,
+    instance_id: str,
+    otlp_endpoint: str | None,
+    sample_ratio: float,
+    stable_name: str = "",
 ) -> Telemetry:
-    """Installs the tracer provider of the process. otlp_endpoint: an http(s) URL."""
+    """Installs the tracer provider of the process.
+
+    - otlp_endpoint: an http(s) URL.
+    - stable_name: of the instance; empty: it has none.
+    """
     if otlp_endpoint is None:
         return Telemetry(None)
     # Imported here: it loads a second gRPC stack, which tests and tools do not need.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     exporter = OTLPSpanExporter(endpoint=otlp_endpoint, timeout=EXPORT_TIMEOUT_S)
-    provider = tracer_provider(service_name, instance_id, exporter, sample_ratio)
+    provider = tracer_provider(service_name, instance_id, exporter, sample_ratio, stable_name)
     trace.set_tracer_provider(provider)
     return Telemetry(provider)
 
 
 def tracer_provider(
-    service_name: str, instance_id: str, exporter: SpanExporter, sample_ratio: float
+    service_name: str,
+    instance_id: str,
+    exporter: SpanExporter,
+    sample_ratio: float,
+    stable_name: str = "",
 ) -> TracerProvider:
     """Returns a provider that is not installed."""
-    own = Resource({"service.name": service_name, "service.instance.id": instance_id})
+    names = {"service.name": service_name, "service.instance.id": instance_id}
+    own = Resource(names | ({STABLE_NAME: stable_name} if stable_name else {}))
     has_sampler = "OTEL_TRACES_SAMPLER" in env.environ()
     provider = TracerProvider(
         # None: the SDK builds the sampler of OTEL_TRACES_SAMPLER.

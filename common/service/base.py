@@ -29,7 +29,7 @@ from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
 from common.runtime.mesh_auth import key_fingerprint
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
-from common.service.metrics_server import add_process_metrics, serve_metrics
+from common.service.metrics_server import add_instance_info, add_process_metrics, serve_metrics
 from common.service.state_metrics import Reading, StateCollector, counter, gauge
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
@@ -178,6 +178,7 @@ class ServiceApp(Generic[ConfigT]):
         config = self._config
         if config.metrics_port is not None:
             add_process_metrics(metrics)
+            add_instance_info(metrics, self._service_name, self.instance_id, config.stable_name)
             metrics.register(StateCollector("kvmesh_stream", self._read_streams))
             files = self._security.files
             self.metrics_address, self._close_metrics = serve_metrics(
@@ -208,8 +209,10 @@ class ServiceApp(Generic[ConfigT]):
         return self._build_instance()
 
     def _build_instance(self, **facts: Any) -> Instance:
-        # Only the successor of this process can bind the same fixed address.
-        stable_name = f"{self._service_name}@{self.address}" if self._config.port else ""
+        stable_name = self._config.stable_name
+        if not stable_name and self._config.port:
+            # Only the successor of this process can bind the same fixed address.
+            stable_name = f"{self._service_name}@{self.address}"
         values = {"stable_name": stable_name, "meta": self._meta, **facts}
         return Instance(
             id=self.instance_id,

@@ -198,7 +198,13 @@ def run_service(
     warnings: Sequence[str] = (),
 ) -> NoReturn:
     """Runs an app with logs and telemetry, and exits. warnings: of `read_config`, for the log."""
-    logs = log.setup(config.log_level, config.log_format, service=name, instance_id=instance_id)
+    logs = log.setup(
+        config.log_level,
+        config.log_format,
+        service=name,
+        instance_id=instance_id,
+        stable_name=config.stable_name,
+    )
 
     def hard_exit(status: int) -> None:
         logs.close(0.2)
@@ -229,7 +235,11 @@ def run_service(
         for warning in warnings:
             LOG.warning("config_warning", detail=warning)
         tracing = telemetry.setup(
-            name, instance_id, config.otlp_endpoint, config.trace_sample_ratio
+            name,
+            instance_id,
+            config.otlp_endpoint,
+            config.trace_sample_ratio,
+            config.stable_name,
         )
         run_main(build_and_run)
     finally:

@@ -23,6 +23,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from common.errors import Conflict
 
+INSTANCE_INFO = "kvmesh_instance_info"
 # In which a client must finish the TLS handshake, and send its request.
 CLIENT_TIMEOUT_S = 10.0
 
@@ -35,6 +36,16 @@ def add_process_metrics(registry: CollectorRegistry) -> None:
     loop = asyncio.get_running_loop()
     tasks = Gauge("kvmesh_event_loop_tasks", "Tasks of the event loop", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+
+
+def add_instance_info(
+    registry: CollectorRegistry, service: str, instance_id: int, stable_name: str
+) -> None:
+    """Adds the names of the process: a metric with the value 1, whose labels join its id in other
+    metrics, logs and spans with its stable name."""
+    text = "1 for the process that serves these metrics, with its names."
+    labels = {"service": service, "instance_id": str(instance_id), "stable_name": stable_name}
+    Gauge(INSTANCE_INFO, text, tuple(labels), registry=registry).labels(**labels).set(1)
 
 
 def bearer_check(key: str | None) -> Callable[[bytes], bool]:

@@ -24,8 +24,10 @@ class Across(StrEnum):
     MIN = "min"
 
 
-# Gauges that are not declared in the frontend: those of `add_process_metrics`.
+# Gauges that are not declared in the frontend: those of `add_process_metrics` and
+# `add_instance_info`.
 PROCESS_GAUGES: Mapping[str, Across] = {
+    "kvmesh_instance_info": Across.MAX,
     "kvmesh_event_loop_tasks": Across.SUM,
     "process_max_fds": Across.SUM,
     "process_open_fds": Across.SUM,

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+# Any: JSON.
+from typing import Any
 
 import httpx
+
+from common.errors import Unavailable
+from common.registry.instances import HTTP_META_KEY, METRICS_META_KEY, Instance, Snapshot
+from common.runtime.config import ServiceConfig
 
 POLL_S = 0.1
 RESPONSE_TIMEOUT_S = 60.0
@@ -16,14 +25,47 @@ ERROR_CHARS_MAX = 500
 
 
 class GatewayError(Exception):
-    """An unexpected response of the gateway; the message describes it."""
+    """An unexpected response of the gateway; the message describes it. status: its HTTP status, if
+    that is unexpected."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def new_http_client(api_key: str | None) -> httpx.AsyncClient:
-    """Returns a client that connects directly, without a proxy from the environment."""
+def new_http_client(
+    api_key: str | None, config: ServiceConfig | None = None, url: str = ""
+) -> httpx.AsyncClient:
+    """Returns a client that connects directly, without a proxy from the environment.
+
+    - config: its certificate authorities are trusted beside those of the system.
+    - url: what the client will request; only https needs the authorities.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
-    return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout)
+    verify: ssl.SSLContext | bool = True
+    if config is not None and url.startswith("https"):
+        verify = ssl.create_default_context()
+        if config.tls_ca_path is not None:
+            verify.load_verify_locations(config.tls_ca_path)
+    return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout, verify=verify)
+
+
+def api_url(frontend: Instance) -> str:
+    """Returns the URL of its API, without /v1."""
+    return frontend.meta.get(HTTP_META_KEY, f"http://{frontend.http_address}")
+
+
+def metrics_url(frontend: Instance) -> str:
+    return frontend.meta.get(METRICS_META_KEY, f"{api_url(frontend)}/metrics")
+
+
+def find_frontend(snapshot: Snapshot) -> Instance:
+    """Returns a registered frontend. Raises Unavailable."""
+    for instance in snapshot.of("frontend"):
+        if instance.http_address:
+            return instance
+    raise Unavailable("no frontend is registered; `meshctl status` lists the members")
 
 
 def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
@@ -57,39 +99,54 @@ async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) ->
 async def chat(
     http: httpx.AsyncClient, url: str, body: dict[str, object]
 ) -> AsyncGenerator[str, None]:
-    """Yields the pieces of the response text as they arrive.
+    """Yields the pieces of the response text as they arrive. Raises as `chat_chunks`."""
+    async with aclosing(chat_chunks(http, url, body, RESPONSE_TIMEOUT_S)) as chunks:
+        async for chunk in chunks:
+            yield chunk_text(chunk)
+
+
+async def chat_chunks(
+    http: httpx.AsyncClient, url: str, body: dict[str, object], timeout_s: float | None = None
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yields the events of a streamed chat.
 
     Raises GatewayError for an error status, an error event, a truncated stream, or a stream that
-    takes longer than RESPONSE_TIMEOUT_S.
+    takes longer than `timeout_s`.
     """
     try:
         async with (
-            asyncio.timeout(RESPONSE_TIMEOUT_S),
+            asyncio.timeout(timeout_s),
             http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
         ):
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
-                raise GatewayError(f"status {response.status_code}: {text[:ERROR_CHARS_MAX]}")
+                message = f"status {response.status_code}: {text[:ERROR_CHARS_MAX]}"
+                raise GatewayError(message, response.status_code)
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
                     continue
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
                     return
-                yield _parse_chunk_text(data)
+                yield _parse_chunk(data)
     except httpx.HTTPError as error:
         raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
     except TimeoutError as error:
-        raise GatewayError(f"the response did not end within {RESPONSE_TIMEOUT_S:g} s") from error
+        raise GatewayError(f"the response did not end within {timeout_s:g} s") from error
     raise GatewayError("the stream ended without [DONE]")
 
 
-def _parse_chunk_text(data: str) -> str:
+def chunk_text(chunk: dict[str, Any]) -> str:
+    """Returns the text of an event of a chat; one with the usage has no choices."""
+    return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+
+def _parse_chunk(data: str) -> dict[str, Any]:
     try:
-        chunk = json.loads(data)
+        chunk: dict[str, Any] = json.loads(data)
         if "error" in chunk:
             raise GatewayError(f"error in the stream: {data[:ERROR_CHARS_MAX]}")
-        # A chunk without choices carries the usage.
-        return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        chunk_text(chunk)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise GatewayError(f"not a chat chunk: {data[:ERROR_CHARS_MAX]}") from None
+    return chunk

@@ -37,6 +37,8 @@ class CandidateRow(NamedTuple):
     """None if the selector reports none."""
 
     index_status: IndexStatus = UNKNOWN_STATUS
+    name: str = ""
+    """Stable name of the worker; empty: it has none."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ class LegRecord:
         status = self.index.index_status(placement, self.now)
         overlap, reported_at = self.overlaps[at], self.reported_at[at]
         age_s = None if reported_at is None else self.now - reported_at
-        return CandidateRow(placement, load, cost, overlap, age_s, reason, self.leg, terms, status)
+        name, leg = candidate.instance.stable_name, self.leg
+        return CandidateRow(placement, load, cost, overlap, age_s, reason, leg, terms, status, name)
 
 
 def record_leg(leg_plan: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> LegRecord:
@@ -168,4 +171,5 @@ def candidate_row(candidate: Candidate, view: View, index: IndexStatusProvider) 
     """Returns a row without a cost."""
     at, now, ranks = candidate.placement, view.now, view.load_tracker.ranks
     age_s, status = ranks.report_age_s(at, now), index.index_status(at, now)
-    return CandidateRow(at, view.load(at), None, view.overlap(at), age_s, index_status=status)
+    load, overlap, name = view.load(at), view.overlap(at), candidate.instance.stable_name
+    return CandidateRow(at, load, None, overlap, age_s, index_status=status, name=name)

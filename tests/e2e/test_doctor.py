@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from common.runtime.build import build_name
+from meshctl.cli import run_command
 from meshctl.commands.doctor import DoctorConfig, doctor
-from meshctl.commands.keys import keys as meshctl_keys
 from tests.contract.consul_agent import ConsulAgent
 from tests.e2e.sick_worker import VERSION
 from tests.kit.certificates import Authority
@@ -181,7 +181,7 @@ def test_a_port_of_a_setting_that_another_process_has_is_named_with_the_process(
 def test_a_key_file_of_a_running_frontend_that_is_gone_or_readable_is_named(mesh: Mesh) -> None:
     path = mesh.folder / "keys.json"
     with redirect_stdout(io.StringIO()):
-        assert meshctl_keys([f"--api-keys={path}", "create", "acme"], {}) == 0
+        assert run_command(["keys", f"--api-keys={path}", "create", "acme"], {}) == 0
     frontend = mesh.spawn("frontend", f"--api-keys={path}").wait_ready()
     try:
         path.chmod(0o644)

@@ -230,7 +230,7 @@ async def test_a_mesh_starts_answers_a_sample_and_stops(folder: Path) -> None:
     assert "/v1/chat/completions -H" not in shown
     assert "Ctrl-C" not in shown
     assert "\x1b" not in shown
-    assert mesh.notes("ended")[:2] == ["frontend-0", "router"]
+    assert mesh.notes("ended")[:2] == ["frontend-0", "router-0"]
     assert sorted(mesh.notes("ended")[2:]) == ["worker-0", "worker-1"]
     assert mesh.registered() == []
 
@@ -238,7 +238,7 @@ async def test_a_mesh_starts_answers_a_sample_and_stops(folder: Path) -> None:
 async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
     async with meshctl(folder) as mesh:
         await mesh.line("mesh", "ready")
-        assert mesh.registered() == ["frontend-0", "router", "worker-0", "worker-1"]
+        assert mesh.registered() == ["frontend-0", "router-0", "worker-0", "worker-1"]
         (entry,) = (path for path in mesh.entries() if path.read_text() == "worker-1")
         os.kill(mesh.pids("worker-1")[0], signal.SIGKILL)
         died = await mesh.line("worker-1", "died")
@@ -247,7 +247,7 @@ async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
         assert ".run/logs/worker-1.log" in died
         assert "again in 0.2 s" in died
         await mesh.line("worker-1", "ready")
-        assert mesh.registered() == ["frontend-0", "router", "worker-0", "worker-1"]
+        assert mesh.registered() == ["frontend-0", "router-0", "worker-0", "worker-1"]
         assert len(mesh.pids("worker-1")) == 2
         mesh.process.send_signal(signal.SIGTERM)
         assert await mesh.end() == 0
@@ -264,7 +264,7 @@ async def test_a_frontend_that_hangs_is_killed_and_started_again(folder: Path) -
         mesh.process.send_signal(signal.SIGTERM)
         assert await mesh.end() == 0
         # The other fake services never answer: they were never live.
-        assert len(mesh.pids("worker-0")) == len(mesh.pids("router")) == 1
+        assert len(mesh.pids("worker-0")) == len(mesh.pids("router-0")) == 1
 
 
 async def test_a_service_that_exits_by_itself_with_status_0_has_ended(folder: Path) -> None:
@@ -388,7 +388,7 @@ async def test_a_killed_supervisor_leaves_no_child_process(folder: Path) -> None
             mesh.process.kill()
             assert all_gone(fds)
     # All received SIGTERM, and could drain.
-    assert sorted(mesh.notes("ended")) == ["frontend-0", "router", "worker-0", "worker-1"]
+    assert sorted(mesh.notes("ended")) == ["frontend-0", "router-0", "worker-0", "worker-1"]
 
 
 async def test_a_port_in_use_is_reported_before_any_service_starts(folder: Path) -> None:
@@ -441,7 +441,7 @@ async def test_services_receive_their_own_variables_and_no_secrets_of_the_caller
     command = ["--then", sys.executable, "-c", script]
     async with meshctl(folder, *flags, *command, environ=environ) as mesh:
         await mesh.line("command has sk-1")
-        for name in ("frontend-0", "router", "worker-0", "worker-1"):
+        for name in ("frontend-0", "router-0", "worker-0", "worker-1"):
             (pid,) = mesh.pids(name)
             expected = mesh_wide | passed | (engine if "worker" in name else {})
             found = environ_of(pid)

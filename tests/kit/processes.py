@@ -217,7 +217,8 @@ class Mesh:
     folder: empty; holds the registry and the logs. workers: count of aggregated workers.
     prefill, decode: counts of workers with these roles. Flags are command-line flags of a service.
     worker_module: Python module to run as a worker; empty: the worker service. trees: the sources
-    from which the processes of a kind run, in turn; a kind without runs from this tree.
+    from which the processes of a kind run, in turn; a kind without runs from this tree. named: the
+    processes have stable names, those of their logs.
     """
 
     def __init__(
@@ -236,8 +237,10 @@ class Mesh:
         indexer_flags: Sequence[str] = (),
         worker_module: str = "",
         trees: Mapping[str, Sequence[Path]] | None = None,
+        named: bool = False,
     ) -> None:
         self._folder = folder
+        self._is_named = named
         counts = (indexers, workers, prefill, decode, routers, frontends)
         self._service_counts = dict(zip(KINDS, counts, strict=True))
         self._flags = {
@@ -285,9 +288,10 @@ class Mesh:
         service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
         registry = f"--registry-path={self._folder / 'registry'}"
+        name = [f"--stable-name={kind}-{number}"] if self._is_named else []
         service = Service(
             service_name,
-            [registry, *self._flags[service_name], *role, *flags],
+            [registry, *self._flags[service_name], *role, *name, *flags],
             self._folder,
             f"{kind}-{number}",
             kind=kind,

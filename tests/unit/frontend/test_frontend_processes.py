@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from common.service.metrics_server import add_process_metrics
+from common.service.metrics_server import add_instance_info, add_process_metrics
 from frontend_svc.config import FrontendConfig
 from frontend_svc.metrics.gauges import PROCESS_GAUGES, Across, GaugeFamily
 from frontend_svc.processes.metric_sums import (
@@ -69,6 +69,7 @@ def test_a_gauge_without_a_rule_across_processes_is_an_error() -> None:
 async def test_processes_join_the_values_of_each_process_gauge_by_its_rule() -> None:
     registry = CollectorRegistry()
     add_process_metrics(registry)
+    add_instance_info(registry, "frontend", 7, "frontend-0")
     own = read_families(registry)
     assert {name for name, kind, *_ in own if kind == "gauge"} == set(PROCESS_GAUGES)
     one, both = (

@@ -154,7 +154,7 @@ def test_an_error_names_the_argument_and_a_similar_one(
     assert capsys.readouterr().err == f"{error}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS.keys() - {"replay"})
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"replay"}))
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([command, "--help"], [command, "-h"], ["--help"]):
         assert run_command(argv, {"KVMESH_X": "bad"}) == 0

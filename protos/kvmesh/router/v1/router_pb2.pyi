@@ -860,6 +860,7 @@ class Candidate(_message.Message):
     SOURCE_STATE_FIELD_NUMBER: _builtins.int
     SOURCE_REASON_FIELD_NUMBER: _builtins.int
     SOURCE_AGE_MS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     cost: _builtins.float
     """Its cost in the selector's unit; lower is better. Absent: excluded if excluded_reason is set,
     else the selector gave no cost.
@@ -880,6 +881,10 @@ class Candidate(_message.Message):
     """Reason why it is not exact. Empty: exact, or unknown."""
     source_age_ms: _builtins.int
     """Milliseconds since the last message about it. Absent: none."""
+    name: _builtins.str
+    """Stable name of the worker, the same across its restarts. Empty: it has none, or the router is of
+    a version without this field.
+    """
     @_builtins.property
     def worker(self) -> Global___Placement:
         """The worker and rank."""
@@ -909,10 +914,11 @@ class Candidate(_message.Message):
         source_state: _builtins.str = ...,
         source_reason: _builtins.str = ...,
         source_age_ms: _builtins.int | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "_source_age_ms", b"_source_age_ms", "cost", b"cost", "load", b"load", "report_age_ms", b"report_age_ms", "source_age_ms", b"source_age_ms", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "_source_age_ms", b"_source_age_ms", "cost", b"cost", "excluded_reason", b"excluded_reason", "leg", b"leg", "load", b"load", "overlap_blocks", b"overlap_blocks", "report_age_ms", b"report_age_ms", "source_age_ms", b"source_age_ms", "source_reason", b"source_reason", "source_state", b"source_state", "terms", b"terms", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "_source_age_ms", b"_source_age_ms", "cost", b"cost", "excluded_reason", b"excluded_reason", "leg", b"leg", "load", b"load", "name", b"name", "overlap_blocks", b"overlap_blocks", "report_age_ms", b"report_age_ms", "source_age_ms", b"source_age_ms", "source_reason", b"source_reason", "source_state", b"source_state", "terms", b"terms", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
