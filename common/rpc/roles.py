@@ -22,6 +22,10 @@ _SERVER: Final = (
     ("/kvmesh.indexer.", "indexer"),
     ("/kvmesh.router.", "router"),
 )
+# Methods that several services call.
+_CALLERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "/kvmesh.member.v1.MemberService/Acknowledge": ("indexer", "router", "worker"),
+}
 # An operator may call every method.
 _CALLER: Final[Mapping[str, str]] = {
     f"{_ENGINE}Attach": "frontend",
@@ -48,7 +52,7 @@ def certificate_name(role: str, domain: str) -> str:
 
 def check_caller(method: str, names: Collection[str], domain: str) -> None:
     """Raises PermissionDenied if no role among a certificate's `names` may call the method."""
-    roles = (OPERATOR, _CALLER.get(method, OPERATOR))
-    if not any(certificate_name(role, domain) in names for role in roles):
-        wanted = certificate_name(roles[-1], domain)
+    roles = _CALLERS.get(method) or (_CALLER.get(method, OPERATOR),)
+    if not any(certificate_name(role, domain) in names for role in (OPERATOR, *roles)):
+        wanted = " or ".join(certificate_name(role, domain) for role in roles)
         raise PermissionDenied(f"{method} needs a certificate with the name {wanted}")

@@ -185,6 +185,9 @@ class ServiceConfig(BaseModel):
     slowest peer sees the deregistration."""
     drain_s: NonNegativeFloat = 30.0
     """Seconds after the notice in which streams may end. About the longest response."""
+    routable_limit_s: NonNegativeFloat = 10.0
+    """Seconds after which a peer that does not respond counts as given up: this process is routable
+    without it, and ends without it."""
     ready_fd: NonNegativeInt | None = None
     """File descriptor that receives one JSON line when ready or when the start has failed. Set by
     launchers."""

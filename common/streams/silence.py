@@ -35,3 +35,6 @@ SESSION = SilenceRule(heartbeat_s=0.5, limit_s=2.0)
 SYNC = SilenceRule(heartbeat_s=1.0, limit_s=3.0)
 # Subscribe: the load reports of each live worker, which the indexer forwards; the router judges.
 SUBSCRIBE = SilenceRule(heartbeat_s=2.0, limit_s=5.0)
+# Acknowledge, which a member repeats: the peer responds; the member judges, by its setting
+# `routable_limit_s`, of which this is the default.
+ACKNOWLEDGE = SilenceRule(heartbeat_s=0.5, limit_s=10.0)

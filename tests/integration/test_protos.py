@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.streams.silence import SESSION, SYNC, SilenceRule
+from common.runtime.config import ServiceConfig
+from common.streams.silence import ACKNOWLEDGE, SESSION, SYNC, SilenceRule
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = ROOT / "protos"
@@ -62,7 +63,11 @@ def test_folder_package_and_python_package_agree() -> None:
 
 @pytest.mark.parametrize(
     ("message", "rule"),
-    [("router.v1.SessionRequest", SESSION), ("router.v1.SyncRequest", SYNC)],
+    [
+        ("member.v1.AcknowledgeRequest", ACKNOWLEDGE),
+        ("router.v1.SessionRequest", SESSION),
+        ("router.v1.SyncRequest", SYNC),
+    ],
 )
 def test_the_silence_rule_of_a_stream_is_stated_with_its_frame(
     message: str, rule: SilenceRule
@@ -75,3 +80,7 @@ def test_the_silence_rule_of_a_stream_is_stated_with_its_frame(
     each = "each second" if rule.heartbeat_s == 1.0 else f"each {rule.heartbeat_s:g} s"
     assert each in text
     assert re.search(rf"Silence rule: [^.]* more than {rule.limit_s:g} s", text)
+
+
+def test_the_silence_rule_of_acknowledgements_is_the_default_of_its_setting() -> None:
+    assert ServiceConfig().routable_limit_s == ACKNOWLEDGE.limit_s

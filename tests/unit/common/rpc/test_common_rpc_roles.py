@@ -9,6 +9,7 @@ from common.rpc import roles
 from kvmesh.engine.v1 import admin_pb2, engine_pb2
 from kvmesh.frontend.v1 import frontend_pb2
 from kvmesh.indexer.v1 import indexer_pb2
+from kvmesh.member.v1 import member_pb2
 from kvmesh.router.v1 import router_pb2
 
 METHODS = {
@@ -49,6 +50,22 @@ def test_every_method_has_one_role_of_a_service_at_most_and_operators_call_all()
 def test_a_stream_between_services_is_open_to_one_role(method: str, role: str) -> None:
     callers = {one for one in SERVICES if may_call(f"/kvmesh.{method}", f"{one}.mesh.test")}
     assert callers == {role}
+
+
+def test_each_member_that_waits_for_peers_may_call_them_and_operators_read_its_state() -> None:
+    methods = member_pb2.DESCRIPTOR.services_by_name["MemberService"].methods
+    callers = {
+        method.name: {
+            role
+            for role in (*SERVICES, "operator")
+            if may_call(f"/kvmesh.member.v1.MemberService/{method.name}", f"{role}.mesh.test")
+        }
+        for method in methods
+    }
+    assert callers == {
+        "Acknowledge": {"indexer", "router", "worker", "operator"},
+        "GetRoutable": {"operator"},
+    }
 
 
 def test_names_of_other_domains_and_similar_names_are_no_role() -> None:

@@ -1,0 +1,172 @@
+"""The peers that a member waits for (pure).
+
+A member waits for an acknowledgement of each live peer that sends it work, and for each peer that
+it needs itself (`waits_for`, by the state of the member). A peer that has not responded for the
+limit is given up: the member does not wait for it, and still names it.
+
+Invariants: a peer is waited for, given up or acknowledged; an acknowledged peer stays so; peers
+that have left are none of them; a member that is routable stays so, and takes no new peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.registry.instances import Instance, Service, Snapshot
+
+# The services that send work to a member, by its own.
+SENDERS: Final[Mapping[Service, tuple[Service, ...]]] = {
+    "frontend": (),
+    "router": ("frontend",),
+    "indexer": ("router",),
+    "worker": ("frontend", "router"),
+}
+_NO_RESPONSE = "it has not responded yet"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPeer:
+    """A peer that has not acknowledged a member."""
+
+    instance_id: int
+    stable_name: str
+    """"": it has none."""
+
+    service: str
+    reason: str
+    """Why it has not acknowledged."""
+
+    def __str__(self) -> str:
+        return f"{self.service} {self.stable_name or self.instance_id}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Routable:
+    """Whether the peers of a member send it work."""
+
+    is_routable: bool
+    is_leaving: bool = False
+    """Whether the member is not registered any more."""
+
+    missing: tuple[WaitingPeer, ...] = ()
+    """Peers that it waits for; while it leaves, those that still send work."""
+
+    given_up: tuple[WaitingPeer, ...] = ()
+    """Peers that it does not wait for any more: they do not respond."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    instance: Instance
+    responded_at: float
+    """Time of the last response; at first, when the wait began."""
+
+    reason: str = _NO_RESPONSE
+    is_given_up: bool = False
+
+    def describe(self) -> WaitingPeer:
+        instance = self.instance
+        return WaitingPeer(instance.id, instance.stable_name, instance.service, self.reason)
+
+
+class Peers:
+    """The peers of one member while it joins, or while it leaves. All times are seconds."""
+
+    def __init__(self, member: Instance, limit_s: float, *, is_leaving: bool) -> None:
+        """Begins without peers.
+
+        member: the instance that waits.
+        limit_s: silence after which a peer is given up.
+        """
+        self.is_leaving = is_leaving
+        self.is_done = False
+        self._member = member
+        self._limit_s = limit_s
+        self._waiting: dict[int, _Peer] = {}
+        self._acknowledged: set[int] = set()
+
+    def follow(
+        self, snapshot: Snapshot, waits_for: Callable[[Instance], bool], now: float
+    ) -> tuple[Instance, ...]:
+        """Takes the live members. Returns the senders of which it begins to wait.
+
+        waits_for: whether the member itself needs an instance that does not send it work.
+        """
+        present = snapshot.instances
+        for peer_id in self._waiting.keys() - present.keys():
+            del self._waiting[peer_id]
+        self._acknowledged &= present.keys()
+        if self.is_done:
+            return ()
+        senders = SENDERS[self._member.service]
+        new_senders = []
+        for instance in present.values():
+            if instance.id in self._waiting or instance.id in self._acknowledged:
+                continue
+            if instance.service in senders:
+                new_senders.append(instance)
+            elif self.is_leaving or not waits_for(instance):
+                continue
+            self._waiting[instance.id] = _Peer(instance, now)
+        self._update()
+        return tuple(new_senders)
+
+    def responded(self, peer_id: int, reason: str, now: float) -> None:
+        """Records a response. reason: why the peer does not acknowledge; "": it does."""
+        if (peer := self._waiting.get(peer_id)) is None:
+            return
+        if reason:
+            peer.reason, peer.responded_at, peer.is_given_up = reason, now, self.is_done
+        else:
+            del self._waiting[peer_id]
+            self._acknowledged.add(peer_id)
+        self._update()
+
+    def failed(self, peer_id: int, reason: str, now: float) -> bool:
+        """Records that a peer has not responded. Returns whether it is given up by that."""
+        if (peer := self._waiting.get(peer_id)) is None:
+            return False
+        peer.reason = reason
+        was_given_up, peer.is_given_up = peer.is_given_up, self._left_s(peer, now) <= 0
+        self._update()
+        return peer.is_given_up and not was_given_up
+
+    def remaining_s(self, peer_id: int, now: float) -> float:
+        """Returns the seconds until a silent peer is given up; 0 if it is already."""
+        peer = self._waiting.get(peer_id)
+        return 0.0 if peer is None else max(0.0, self._left_s(peer, now))
+
+    def is_waiting(self, peer_id: int) -> bool:
+        """Returns whether a peer has not acknowledged, given up or not."""
+        return peer_id in self._waiting
+
+    @property
+    def own_needs(self) -> tuple[Instance, ...]:
+        """Peers that the member needs itself and that have not acknowledged."""
+        senders = SENDERS[self._member.service]
+        found = (peer.instance for peer in self._waiting.values())
+        return tuple(instance for instance in found if instance.service not in senders)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the member is done and has no peer that is given up."""
+        return self.is_done and not self._waiting
+
+    @property
+    def state(self) -> Routable:
+        peers = self._waiting.values()
+        return Routable(
+            is_routable=self.is_done and not self.is_leaving,
+            is_leaving=self.is_leaving,
+            missing=tuple(peer.describe() for peer in peers if not peer.is_given_up),
+            given_up=tuple(peer.describe() for peer in peers if peer.is_given_up),
+        )
+
+    def _left_s(self, peer: _Peer, now: float) -> float:
+        return peer.responded_at + self._limit_s - now
+
+    def _update(self) -> None:
+        if all(peer.is_given_up for peer in self._waiting.values()):
+            self.is_done = True
