@@ -36,6 +36,7 @@ from common.trials import constraints
 from common.trials.trials import Trials
 from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
+from frontend_svc.acknowledgement import Acknowledgement
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
@@ -102,8 +103,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         self._siblings = siblings
         self._rng = Random()
-        self._members = Members()
-        self._snapshot_changed = asyncio.Event()
+        self._members, self._snapshot_changed = Members(), asyncio.Event()
         self._trials = Trials((constraints.PREPARE, tokenizer_files.PREPARE))
         self._models = ModelCatalog(
             self._registry.get_card,
@@ -139,6 +139,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             request_failed=self._engines.request_failed,
             worker_wait_s=config.worker_wait_s,
         )
+        self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
         self._stored_responses: StoredResponses | None = None
         if config.response_store_mb:
             self._stored_responses = StoredResponses(
@@ -284,6 +285,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             stable_name=self._config.stable_name, http_address=self.http_address
         )
 
+    async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
+        return await self._peers.reason_against(member_id, is_leaving)
+
+    def _own_need(self, peer: Instance) -> str:
+        return self._peers.own_need(peer)
+
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new connections, waits for responses, aborts the rest with an error."""
         aborted: list[str] = []
@@ -356,6 +363,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             migrations.waiting,
             len(self.gateway.worker_waits),
             len(self._engines.exclusion_reasons()),
+            self.routable.is_routable,
         )
 
     def _readiness(self) -> Readiness:
@@ -365,6 +373,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._router,
             self._engines,
             self._hit_monitor,
+            self.routable,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )
 

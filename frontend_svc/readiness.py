@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
+from common.service.routable.peers import Routable
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.routable import missing_pair_role, missing_role
 from frontend_svc.routers.client import RouterClient
@@ -37,11 +38,12 @@ def assess_readiness(
     router: RouterClient,
     engines: EngineClient,
     hit_monitor: HitMonitor,
+    routable: Routable,
     *,
     is_draining: bool,
 ) -> Readiness:
-    """Returns the readiness: ready if the frontend does not drain and one model has all the
-    workers that it needs."""
+    """Returns the readiness: ready if the frontend does not drain, waits for no peer and one model
+    has all the workers that it needs."""
     reasons = ["draining"] if is_draining else []
     if not models.names():
         reasons.append("no model is served: no worker is registered")
@@ -49,10 +51,13 @@ def assess_readiness(
         name: reason for name in models.names() if (reason := missing_role(models.workers(name)))
     }
     reasons += [f"model {name}: {reason}" for name, reason in missing.items()]
+    reasons += map(str, routable.missing)
+    is_serving = bool(models.names() - missing.keys())
+    degraded = _degraded_reasons(models, router, engines, hit_monitor)
     return Readiness(
-        is_ready=not is_draining and bool(models.names() - missing.keys()),
+        is_ready=is_serving and not (is_draining or routable.missing),
         reasons=tuple(reasons),
-        degraded=tuple(_degraded_reasons(models, router, engines, hit_monitor)),
+        degraded=(*degraded, *(f"not waited for: {peer}" for peer in routable.given_up)),
         models_not_ready={
             **dict.fromkeys(models.loading, "the card is loading"),
             **models.not_ready,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.kv.index_feed import IndexFeed
+from common.registry.instances import Instance
 from common.registry.registry import Registry
 from common.runtime.member_key import MemberKey
 from common.service.base import ServiceApp
@@ -72,6 +73,15 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         """Ends the streams, which have no end of their own, and waits for calls."""
         self._service.end_streams()
         return await super().drain(grace_s)
+
+    def _own_need(self, peer: Instance) -> str:
+        """Returns why routers would lose cache hits that another indexer has."""
+        if peer.service != "worker" or peer.kv_index != "events":
+            return ""
+        states = [self.ingest.feed.status(s).state for s in self.ingest.feed.sources_of(peer.id)]
+        if states and all(state in ("exact", "degraded") for state in states):
+            return ""
+        return "its KV events are not in this index"
 
     async def _serve_when_published(self, lifecycle: Lifecycle) -> None:
         with contextlib.suppress(TimeoutError):

@@ -11,13 +11,14 @@ from random import Random
 import structlog
 
 from common.kv.load import Load
-from common.registry.instances import PREFILL_BYPASS_META_KEY
+from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance
 from common.registry.registry import Registry
 from common.request.placement import Placement
 from common.runtime.member_key import MemberKey
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.acknowledgement import Acknowledgement
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.router import Router
@@ -84,6 +85,12 @@ class RouterApp(ServiceApp[RouterConfig]):
             rng=rng,
             clock=clock,
         )
+        self._acknowledgement = Acknowledgement(
+            self.router.fleet,
+            self.index,
+            clock,
+            follows_events=index_settings.follows_events,
+        )
         self.metrics = Metrics(self.router, self.index, self.peers.replica, clock=clock)
         self._service = RouterService(
             self.router,
@@ -136,6 +143,12 @@ class RouterApp(ServiceApp[RouterConfig]):
             LOG.warning("serving_without_fleet", reason="the registry did not answer")
         elif not await _wait_for_event(self.peers.caught_up, deadline):
             LOG.warning("serving_without_peer_bookings", reason="a peer did not answer")
+
+    async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
+        return self._acknowledgement.reason_against(member_id, is_leaving)
+
+    def _own_need(self, peer: Instance) -> str:
+        return self._acknowledgement.own_need(peer)
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Ends the sessions, which have no end of their own, and waits for calls."""

@@ -40,6 +40,9 @@ HEALTH_META_KEY = "health"
 # In a frontend's meta: the URL of its API without /v1, and that of its metrics; optional.
 HTTP_META_KEY = "http"
 METRICS_META_KEY = "metrics"
+# In meta: the service whose health Consul checks there; "": that of the process, as in versions
+# before MemberService.
+HEALTH_SERVICE_META_KEY = "health_service"
 # In a router's meta: its policy for serving requests aggregated that could be split; optional.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 # In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 from common.registry.instances import (
     BUILD_META_KEY,
     HASH_KEY_META_KEY,
+    HEALTH_META_KEY,
+    HEALTH_SERVICE_META_KEY,
     STREAM_META_KEY,
     Instance,
     Service,
@@ -28,9 +30,17 @@ from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.descriptors import raise_descriptor_limit
 from common.runtime.member_key import MemberKey
 from common.runtime.mesh_auth import key_fingerprint
+from common.service.health import MEMBER_SERVICE
 from common.service.lifecycle import App, Lifecycle, ServiceInfo, run_service
 from common.service.metrics_server import add_instance_info, add_process_metrics, serve_metrics
+from common.service.routable.peers import Routable
+from common.service.routable.service import MemberServicer
+from common.service.routable.watch import RoutableWatch
 from common.service.state_metrics import Reading, StateCollector, counter, gauge
+from kvmesh.member.v1 import member_pb2_grpc
+
+# Of the metric `routable`.
+ROUTABLE_TEXT = "1 if the peers of this process send it work"
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 ConfigT_contra = TypeVar("ConfigT_contra", bound=ServiceConfig, contravariant=True)
@@ -75,7 +85,8 @@ def serve(
 class ServiceApp(Generic[ConfigT]):
     """Registry, gRPC server, metrics server and registration of one process.
 
-    A subclass implements `start`, and overrides `_instance` to advertise more.
+    A subclass implements `start`, and overrides `_instance` to advertise more. `_reason_against`
+    states when it acknowledges peers, `_own_need` what it needs to be routable itself.
     instance_id: None for a new one.
     member_key: has the id; None: if the instance id is None too, the configuration decides, else
         the instance has no key.
@@ -112,17 +123,31 @@ class ServiceApp(Generic[ConfigT]):
         )
         self._meta: dict[str, str] = {}
         self._lease: Lease | None = None
+        self._routable: RoutableWatch | None = None
         self._close_metrics: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.metrics_address = ""
 
+    @property
+    def routable(self) -> Routable:
+        """Whether the peers of this process send it work."""
+        return Routable(False) if self._routable is None else self._routable.state
+
     async def register(self) -> None:
         self._lease = await self._registry.register(self._instance())
+        if self._routable is not None:
+            await self._routable.join(self._lease.instance)
 
     async def deregister(self) -> None:
+        if self._routable is not None:
+            await self._routable.leave()
         if self._lease is not None:
             await self._lease.close()
             self._lease = None
+
+    async def left(self, timeout_s: float) -> None:
+        if self._routable is not None:
+            await self._routable.left(timeout_s)
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         return await self._stop_servers(grace_s)
@@ -152,8 +177,32 @@ class ServiceApp(Generic[ConfigT]):
                 config.host, stream_port, config.advertise_host
             )
         rpc.add_health(self._server, lifecycle.health.servicer)
-        rpc.enable_reflection(self._server, grpc_services)
+        self._add_member_service(lifecycle)
+        rpc.enable_reflection(self._server, (*grpc_services, MEMBER_SERVICE))
         return port
+
+    def _add_member_service(self, lifecycle: Lifecycle) -> None:
+        if HEALTH_META_KEY in self._meta:
+            self._meta[HEALTH_SERVICE_META_KEY] = MEMBER_SERVICE
+        self._routable = RoutableWatch(
+            self._registry,
+            self._security,
+            self._own_need,
+            lifecycle,
+            limit_s=self._config.routable_limit_s,
+        )
+        servicer = MemberServicer(self._reason_against, lambda: self.routable)
+        member_pb2_grpc.add_MemberServiceServicer_to_server(servicer, self._server)
+
+    async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
+        """Returns why this process does not acknowledge a member: that it does not send work to it
+        yet or, if the member leaves, that it may still. "": it acknowledges the member."""
+        return ""
+
+    def _own_need(self, peer: Instance) -> str:
+        """Returns what this process needs of a peer and does not have yet, so that it is not
+        routable; "" if it needs nothing of it."""
+        return ""
 
     def _add_service(self, add: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service to both servers. add: the generated function."""
@@ -180,6 +229,8 @@ class ServiceApp(Generic[ConfigT]):
             add_process_metrics(metrics)
             add_instance_info(metrics, self._service_name, self.instance_id, config.stable_name)
             metrics.register(StateCollector("kvmesh_stream", self._read_streams))
+            prefix = f"kvmesh_{self._service_name}"
+            metrics.register(StateCollector(prefix, self._read_routable))
             files = self._security.files
             self.metrics_address, self._close_metrics = serve_metrics(
                 metrics,
@@ -188,6 +239,9 @@ class ServiceApp(Generic[ConfigT]):
                 key=config.metrics_key,
                 context=None if files is None else files.server_context(),
             )
+
+    def _read_routable(self) -> Iterator[Reading]:
+        yield gauge("routable", ROUTABLE_TEXT, self.routable.is_routable)
 
     def _read_streams(self) -> Iterator[Reading]:
         streams = self._streams

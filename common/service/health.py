@@ -9,7 +9,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common.errors import Conflict
 from common.rpc import channel as rpc
+from kvmesh.member.v1 import member_pb2
 
+MEMBER_SERVICE = member_pb2.DESCRIPTOR.services_by_name["MemberService"].full_name
 _STATUS_SERVING = health_pb2.HealthCheckResponse.SERVING
 _STATUS_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -61,7 +63,9 @@ class HealthReporter:
     """The health status of the process and its services, for both health servers.
 
     A service is SERVING while the process is READY and the service is not set to False. Nothing is
-    SERVING before READY and after the drain has begun.
+    SERVING before READY and after the drain has begun. The process ("") is SERVING only while it is
+    routable too. MemberService has the status of the process without that: by it the registry
+    decides whether peers see the process, and before they do it cannot become routable.
     """
 
     def __init__(self, threaded_health: ThreadedHealthServer | None = None) -> None:
@@ -69,6 +73,7 @@ class HealthReporter:
         self.threaded_health = threaded_health
         self._requested_status = {"": True}
         self._is_enabled = False
+        self._is_routable = True
 
     @property
     def port(self) -> int | None:
@@ -79,6 +84,15 @@ class HealthReporter:
         """Sets one service (full name), or "" for the process."""
         self._requested_status[service] = serving
         await self._publish_status(service)
+
+    def await_routable(self) -> None:
+        """Makes the process NOT_SERVING until `set_routable`. For the start of a member."""
+        self._is_routable = False
+
+    async def set_routable(self, is_routable: bool) -> None:
+        """Sets whether the peers of the process send it work."""
+        self._is_routable = is_routable
+        await self._publish_status("")
 
     async def set_enabled(self, is_enabled: bool) -> None:
         """Sets READY or not. For the lifecycle."""
@@ -95,6 +109,13 @@ class HealthReporter:
 
     async def _publish_status(self, service: str) -> None:
         serving = self._is_enabled and self._requested_status[service]
+        if service:
+            await self._publish(service, serving)
+        else:
+            await self._publish(MEMBER_SERVICE, serving)
+            await self._publish(service, serving and self._is_routable)
+
+    async def _publish(self, service: str, serving: bool) -> None:
         await self.servicer.set(service, _STATUS_SERVING if serving else _STATUS_NOT_SERVING)
         if self.threaded_health is not None:
             self.threaded_health.set(service, serving)

@@ -1,10 +1,12 @@
 """The lifecycle of every service: STARTING -> READY -> DRAINING -> STOPPED. It owns the signals.
 
-Start: the app starts; then health is SERVING; then the app registers.
+Start: the app starts; then health is SERVING (of the process: when it is routable, see
+`health.py`); then the app registers.
 Drain, on the first SIGTERM or SIGINT or when an essential task ends: health is NOT_SERVING; the app
-deregisters; it accepts requests for `notice_s`, because peers see the deregistration late; streams
-may end for `drain_s`; tasks are cancelled and awaited; the app closes; telemetry is flushed. Every
-step has a time limit. A failed or slow step is logged, and the next steps still run.
+deregisters; it accepts requests for `notice_s`, because peers see the deregistration late, and
+until its peers send it no more; streams may end for the rest of `drain_s`; tasks are cancelled and
+awaited; the app closes; telemetry is flushed. Every step has a time limit. A failed or slow step is
+logged, and the next steps still run.
 
 Exit status: 0 after a requested drain; 1 after a failure; `EXIT_CONFIG` for an invalid
 configuration; 128 + n at once on a second signal n; `EXIT_STUCK` if a cancelled task does not end.
@@ -38,6 +40,7 @@ from common.service.health import HealthReporter, ThreadedHealthServer
 LOG = structlog.get_logger(__name__)
 
 DEREGISTER_TIMEOUT_S = 3.0
+LEFT_MARGIN_S = 1.0
 DRAIN_MARGIN_S = 5.0  # For the cleanup of `drain`, after its grace period.
 CLOSE_TIMEOUT_S = 10.0
 RECANCEL_INTERVAL_S = 0.5
@@ -74,6 +77,10 @@ class App(Protocol):
 
     async def deregister(self) -> None:
         """Deregisters. Idempotent; also called if `register` was cancelled."""
+
+    async def left(self, timeout_s: float) -> None:
+        """Returns when no peer sends work to it any more, after `timeout_s` at most. Called after
+        `deregister`."""
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new calls, waits `grace_s` for streams, cancels the rest, awaits its cleanup.
@@ -321,9 +328,15 @@ async def _drain(
     if lifecycle.has_registered:
         await _run_shutdown_step(lifecycle, "deregister", app.deregister(), DEREGISTER_TIMEOUT_S)
         # Peers see the deregistration late; until then their new calls are accepted.
-        await asyncio.sleep(notice_s)
+        loop = asyncio.get_running_loop()
+        notice_ends_at = loop.time() + notice_s
+        # At least half of the drain is left for streams.
+        limit_s = notice_s + drain_s / 2
+        await _run_shutdown_step(lifecycle, "left", app.left(limit_s), limit_s + LEFT_MARGIN_S)
+        await asyncio.sleep(max(0.0, notice_ends_at - loop.time()))
+        grace_s = max(0.0, drain_s - (loop.time() - notice_ends_at))
         cancelled_calls = await _run_shutdown_step(
-            lifecycle, "drain", app.drain(drain_s), drain_s + DRAIN_MARGIN_S
+            lifecycle, "drain", app.drain(grace_s), grace_s + DRAIN_MARGIN_S
         )
         if cancelled_calls:
             names = list(cancelled_calls)[:20]

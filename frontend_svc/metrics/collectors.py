@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from common.registry.instances import Instance
+from common.service.base import ROUTABLE_TEXT
 from frontend_svc.members import Members
 from frontend_svc.metrics.families import ServedModels
 from frontend_svc.metrics.gauges import Across, GaugeFamily
@@ -163,6 +164,7 @@ class ResilienceCollector(Collector):
             Across.SUM,
         ),
         _Gauge("excluded_workers", "Workers that get no requests now", Across.MAX),
+        _Gauge("routable", ROUTABLE_TEXT, Across.MIN),
     )
 
     def __init__(self, read_values: Callable[[], Iterable[float]], prefix: str) -> None:

@@ -140,6 +140,17 @@ class ModelCatalog:
         """Models that workers offer and that are not served -> reason."""
         return self._watch.not_ready
 
+    def reason_unserved(self, worker: Instance) -> str:
+        """Returns why requests for the model of a worker are not sent to it; "" if they are."""
+        if not worker.model:
+            return ""
+        served = self._watch.served.get(worker.model)
+        if served is None:
+            return self._watch.not_ready.get(worker.model, "its card is loading")
+        if served.entry.checksum != worker.card_checksum:
+            return f"model {worker.model!r} is served by another card"
+        return ""
+
     @property
     def aliases(self) -> Mapping[str, str]:
         """Alias -> model, of models that are served or were served recently."""

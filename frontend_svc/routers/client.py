@@ -106,6 +106,7 @@ class RouterClient:
         self._last_frame_at = 0.0
         self._generation = 0  # of the session, see SessionHello
         self._last_query_id = 0
+        self._session_router_id: int | None = None
         self._waiting: dict[int, PendingPlacement] = {}
         self._query_ids: dict[PlacementKey, int] = {}
         self._unsent_queries: list[int] = []
@@ -116,6 +117,29 @@ class RouterClient:
     @property
     def is_connected(self) -> bool:
         return self._monitor.is_connected
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether discovery shows a router."""
+        return bool(self._routers)
+
+    @property
+    def session_router_id(self) -> int | None:
+        """The router of the present session, or None."""
+        return self._session_router_id if self.is_connected else None
+
+    async def is_reachable(self, router: Instance) -> bool:
+        """Returns whether a router accepts a session; the present session continues meanwhile."""
+        if self._session_router_id == router.id:
+            return self.is_connected  # else the session with it is being opened
+        hello = router_pb2.SessionHello(frontend_id=self._frontend_id)
+        try:
+            async with asyncio.timeout(HOME_PROBE_TIMEOUT_S), self._open_session(router) as session:
+                await session.write(router_pb2.SessionRequest(hello=hello))
+                frame = await session.read()
+                return frame is not None and frame.hello_ack.router_id == router.id
+        except (MeshError, TimeoutError):
+            return False
 
     def on_snapshot(self, snapshot: Snapshot, _: SnapshotDiff) -> None:
         """Takes the routers and frontends in discovery."""
@@ -180,6 +204,7 @@ class RouterClient:
         router = self._choose()
         if router is None:
             return False
+        self._session_router_id = router.id
         self._monitor.session_opening()
         self._silence.restart()
         self._is_hello_due = True
@@ -207,21 +232,10 @@ class RouterClient:
             await asyncio.sleep(HOME_RETURN_JITTER_S * self._rng.random())
             if (home := self._choose()) is None or home.id == router.id:
                 continue
-            if await self._is_reachable(home):
+            if await self.is_reachable(home):
                 text = f"this frontend returns to its home router {home.id}"
                 raise Unavailable(text, reason=_HOME_ROUTER_REACHABLE)
             self._choice.mark_failed(home.id, self._loop.time())
-
-    async def _is_reachable(self, router: Instance) -> bool:
-        """Returns whether a router accepts a session; the current session continues meanwhile."""
-        hello = router_pb2.SessionHello(frontend_id=self._frontend_id)
-        try:
-            async with asyncio.timeout(HOME_PROBE_TIMEOUT_S), self._open_session(router) as session:
-                await session.write(router_pb2.SessionRequest(hello=hello))
-                frame = await session.read()
-                return frame is not None and frame.hello_ack.router_id == router.id
-        except (MeshError, TimeoutError):
-            return False
 
     async def _read(self, session: Session, router: Instance) -> None:
         while (frame := await session.read()) is not None:

@@ -98,6 +98,15 @@ class EngineClient:
         connection = self._connection(worker_id, address)
         return Submission(connection, connection.submit(leg_request, sink))
 
+    def connect(self, worker_id: int, address: str) -> str:
+        """Opens the stream to a worker if there is none. Returns why it is not open, or why its
+        worker gets no requests; "" if it is open."""
+        if reason := self._breaker.reasons().get(worker_id, ""):
+            return reason  # its probe opens the stream
+        self._addresses[worker_id] = address
+        is_open = self._connection(worker_id, address).link.is_open
+        return "" if is_open else "the stream to it is not open yet"
+
     def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         """Returns the workers of a pool that get no requests now; see CircuitBreaker."""
         return self._breaker.excluded(pool)

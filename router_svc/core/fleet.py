@@ -103,6 +103,10 @@ class Fleet:
             return None
         return Candidate(placement, self._snapshot.instances[placement.worker_id])
 
+    def instance(self, instance_id: int) -> Instance | None:
+        """Returns the instance of that id, of any service; None if discovery does not show it."""
+        return self._snapshot.instances.get(instance_id)
+
     def is_present(self, instance_id: int) -> bool:
         """Returns whether discovery shows an instance of that id, of any service."""
         return instance_id in self._snapshot.instances

@@ -127,6 +127,11 @@ def test_a_killed_worker_leaves_placement_and_no_request_fails(
     assert not tried_twice, "no request tries the dead worker twice"
 
 
+def test_members_that_consul_checks_become_routable(mesh: Mesh) -> None:
+    mesh.spawn("worker").wait_ready()
+    assert [service.wait_routable()["given_up"] for service in mesh.services] == [[]] * 5
+
+
 def test_a_model_is_listed_while_it_has_a_worker(mesh: Mesh) -> None:
     for worker in mesh.workers:
         worker.kill()

@@ -158,6 +158,7 @@ def test_streams_of_a_secured_mesh_carry_requests_and_kv_events(
             return bool(mesh.request_line(name)["predicted_cached_tokens"])
 
         wait_for(is_prompt_cached, "the router has the KV events of the worker")
+        assert [service.wait_routable()["given_up"] for service in mesh.services] == [[]] * 7
 
 
 def test_a_mesh_with_roles_serves_an_openai_client_over_tls(bed: Bed) -> None:

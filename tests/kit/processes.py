@@ -205,6 +205,14 @@ class Service:
                     matching.append(event)
         return matching
 
+    # Any: the fields of the log event.
+    def wait_routable(self, timeout_s: float = START_S) -> dict[str, Any]:
+        """Waits until its peers send it work; returns the log event."""
+        events = wait_for(
+            lambda: self.events("routable"), f"{self.name} is routable\n{self.tail()}", timeout_s
+        )
+        return events[-1]
+
     def tail(self, lines: int = LOG_LINES_SHOWN) -> str:
         """Returns the end of its log as text."""
         last_lines = self.log_path.read_text(errors="replace").splitlines()[-lines:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -29,6 +30,9 @@ class Membership(Protocol):
 
     async def deregister(self) -> None:
         """Removes the entry. Idempotent."""
+
+    async def left(self, timeout_s: float) -> None:
+        """Returns when no peer sends work to it any more, after `timeout_s` at most."""
 
     async def rejoin(self) -> None:
         """Adds the entry if there is none. Raises Conflict if the process stops."""
@@ -84,7 +88,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 return
             await self._membership.deregister()
             try:
-                await asyncio.sleep(self._notice_s)  # until then peers may send requests
+                # Until then peers may send requests.
+                await asyncio.gather(asyncio.sleep(self._notice_s), self._membership.left(math.inf))
             finally:
                 self._runner.is_draining = True
 

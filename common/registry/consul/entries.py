@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import InvalidRequest, Unauthenticated, Unavailable
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
-from common.registry.instances import HEALTH_META_KEY, Instance
+from common.registry.instances import HEALTH_META_KEY, HEALTH_SERVICE_META_KEY, Instance
 from common.registry.signature import EntrySigner
 
 CHECK_INTERVAL_S = 1.0
@@ -107,9 +107,10 @@ def _check(instance: Instance, ttl_s: float) -> dict[str, Any]:
         raise InvalidRequest(
             f"meta.health must be host:port, not {target!r}", f"meta.{HEALTH_META_KEY}"
         )
+    service = instance.meta.get(HEALTH_SERVICE_META_KEY, "")
     # Critical until the agent has reached it: a wrong address never becomes routable.
     return check | {
-        "GRPC": target,
+        "GRPC": f"{target}/{service}" if service else target,
         "Interval": f"{CHECK_INTERVAL_S}s",
         "Timeout": f"{CHECK_TIMEOUT_S}s",
     }

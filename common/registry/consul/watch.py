@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.errors import MeshError
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import Entry, HealthState, Listing, departure_key
-from common.registry.instances import HEALTH_META_KEY, Snapshot
+from common.registry.instances import HEALTH_META_KEY, HEALTH_SERVICE_META_KEY, Snapshot
 from common.streams.backoff import Backoff
 
 # A blocking query sometimes misses a change of a check: this bounds the delay.
@@ -191,17 +191,19 @@ async def is_alive(entry: Entry, slots: asyncio.Semaphore | None = None) -> bool
     health_address = entry.instance.meta.get(HEALTH_META_KEY)
     async with slots or contextlib.nullcontext():
         if health_address is not None:
-            return await _is_serving(health_address)
+            health_service = entry.instance.meta.get(HEALTH_SERVICE_META_KEY, "")
+            return await _is_serving(health_address, health_service)
         return await _accepts_connections(entry.instance.address)
 
 
-async def _is_serving(address: str) -> bool:
+async def _is_serving(address: str, service: str) -> bool:
     # A shared subchannel would answer from the back-off of an earlier failure.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # The package has no types.
         try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+            request = health_pb2.HealthCheckRequest(service=service)
+            response = await stub.Check(request, timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

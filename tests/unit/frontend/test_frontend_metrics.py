@@ -626,7 +626,7 @@ def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
 def test_resilience_stats_are_read_at_each_scrape() -> None:
     unrouted = 0
     registry = CollectorRegistry()
-    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 2, 1), "p"))
+    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 2, 1, True), "p"))
     for unrouted in (3, 7):
         assert registry.get_sample_value("p_unrouted_total") == unrouted
         assert registry.get_sample_value("p_excluded_workers") == 1

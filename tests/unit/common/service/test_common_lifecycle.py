@@ -73,6 +73,10 @@ class FakeApp:
     async def deregister(self) -> None:
         await self._record("deregister")
 
+    async def left(self, timeout_s: float) -> None:
+        assert self.lifecycle is not None
+        await self._bodies.get("left", nothing)(self.lifecycle)
+
     async def drain(self, grace_s: float) -> Sequence[str]:
         await self._record("drain")
         return self._cancelled
@@ -422,6 +426,7 @@ PROGRAM = textwrap.dedent(
             return ServiceInfo("7", {"grpc": "127.0.0.1:1"})
         async def register(self): pass
         async def deregister(self): pass
+        async def left(self, timeout_s): pass
         async def drain(self, grace_s):
             if "hang" in sys.argv:
                 await asyncio.sleep(60)
