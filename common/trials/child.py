@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from common.trials.child_process import frame, limit_memory, receive
+from common.trials.child_process import frame, limit_memory, receive, set_limit
 from common.trials.trial import Trial, TrialLimits
 
 # What a trial writes first: it has begun.
@@ -99,10 +99,9 @@ def _limit(limits: TrialLimits) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit_memory(pages * resource.getpagesize() + limits.memory_bytes)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES_MAX, _OPEN_FILES_MAX))
-    cpu_s = math.ceil(limits.cpu_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    set_limit(resource.RLIMIT_FSIZE, 0)
+    set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES_MAX)
+    set_limit(resource.RLIMIT_CPU, math.ceil(limits.cpu_s) + 1)
     # The signals of these timers end the process.
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)

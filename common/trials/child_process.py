@@ -81,5 +81,13 @@ def end_child(process: subprocess.Popen[bytes]) -> None:
 
 def limit_memory(memory_bytes: int) -> None:
     """Limits the address space of this process, and writes no core files when it is ended."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    set_limit(resource.RLIMIT_AS, memory_bytes)
+    set_limit(resource.RLIMIT_CORE, 0)
+
+
+def set_limit(kind: int, value: int) -> None:
+    """Sets a limit of this process; a lower hard limit stays in force."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, value))

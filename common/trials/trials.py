@@ -22,9 +22,13 @@ import structlog
 from common.errors import Overloaded, Unavailable
 from common.trials import child
 from common.trials.child_process import LENGTH_BYTES, end_child, frame, start_child
-from common.trials.trial import Trial, TrialExceeded, TrialRefused
+from common.trials.trial import Trial, TrialExceeded, TrialLimits, TrialRefused
 
 _STARTS_MAX: Final = 2
+# Time for a trial to begin: the process may have to start, and forks for one after the other.
+BEGIN_S: Final = 20.0
+# Time for the kernel to end a trial at its limits.
+_END_S: Final = 5.0
 _READ_BYTES: Final = 1 << 16
 # Before a reply.
 _HEAD_BYTES: Final = len(child.BEGUN) + LENGTH_BYTES
@@ -53,10 +57,10 @@ class Trials:
         for _ in range(_STARTS_MAX):
             forker = await self._started_forker()
             with forker.connect() as connection:
-                reply = await _exchange(connection, request, trial.limits.reply_bytes)
+                reply = await _exchange(connection, request, trial.limits, BEGIN_S)
             if reply is not None:
                 return _result(*reply, trial)
-            self._drop(forker)  # it has ended, or cannot fork
+            self._drop(forker)  # it has ended, hangs, or cannot fork
         raise Unavailable("no process for a trial could be started", 1.0)
 
     async def _started_forker(self) -> _Forker:
@@ -97,25 +101,28 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 async def _exchange(
-    connection: socket.socket, request: bytes, reply_bytes_max: int
+    connection: socket.socket, request: bytes, limits: TrialLimits, begin_s_max: float
 ) -> tuple[bytes, float] | None:
     """Returns the reply and the seconds that it took; an empty one if the trial was ended or
-    replies more, None if it did not begin."""
+    replies more, None if it did not begin in time."""
     loop = asyncio.get_running_loop()
     received, begin_s = bytearray(), 0.0
     try:
-        await loop.sock_sendall(connection, request)
-        while part := await loop.sock_recv(connection, _READ_BYTES):
-            begin_s = begin_s or loop.time()
-            received += part
-            size = int.from_bytes(received[_HEAD_BYTES - LENGTH_BYTES : _HEAD_BYTES], "big")
-            if len(received) < _HEAD_BYTES:
-                continue
-            if size > reply_bytes_max:
-                break
-            if len(received) == _HEAD_BYTES + size:
-                return bytes(received[_HEAD_BYTES:]), loop.time() - begin_s
-    except OSError:  # the process has ended
+        async with asyncio.timeout(begin_s_max) as timeout:
+            await loop.sock_sendall(connection, request)
+            while part := await loop.sock_recv(connection, _READ_BYTES):
+                if not received:
+                    begin_s = loop.time()
+                    timeout.reschedule(begin_s + limits.wall_s + _END_S)
+                received += part
+                size = int.from_bytes(received[_HEAD_BYTES - LENGTH_BYTES : _HEAD_BYTES], "big")
+                if len(received) < _HEAD_BYTES:
+                    continue
+                if size > limits.reply_bytes:
+                    break
+                if len(received) == _HEAD_BYTES + size:
+                    return bytes(received[_HEAD_BYTES:]), loop.time() - begin_s
+    except OSError:  # the process has ended, or hangs
         pass
     return (b"", loop.time() - begin_s) if received else None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,46 @@ async def test_long_trials_of_a_client_delay_neither_its_short_ones_nor_other_cl
         for bomb in bombs:
             bomb.cancel()
         await asyncio.gather(*bombs, return_exceptions=True)
+
+
+async def test_a_process_that_hangs_is_replaced(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await trials.run(trial("double", 1)) == 2
+    forker = trials._forker
+    assert forker is not None
+    os.kill(forker.pid, signal.SIGSTOP)
+    monkeypatch.setattr(trials_module, "BEGIN_S", 3.0)
+    async with asyncio.timeout(30.0):
+        assert await trials.run(trial("double", 2)) == 4
+    pid = forker.pid
+    del forker
+    await until(lambda: not is_running(pid), "the process has ended")
+
+
+LIMITED = f"""
+import asyncio
+from common.trials.trial import Trial, TrialLimits
+from common.trials.trials import Trials
+
+trial = Trial("{FUNCTIONS}:double", (2,), TrialLimits(5.0, 20.0, 64 << 30))
+print(asyncio.run(Trials(("{FUNCTIONS}:prepare",)).run(trial)))
+"""
+
+
+async def test_lower_limits_of_the_system_stay_in_force() -> None:
+    """As after `ulimit -v`: a process cannot raise a hard limit."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LIMITED),
+        preexec_fn=limit,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert output == b"4\n", errors.decode()
