@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded, Unavailable
 from common.request.grammar import ConstraintError
 from common.request.preprocessed import GuidedDecoding
 from common.trials.constraints import ConstraintTrials
@@ -45,7 +45,8 @@ class ConstraintChecks:
     ) -> GuidedDecoding | None:
         """Returns the checked constraint of a request. plan: of its tools.
 
-        Raises InvalidRequest."""
+        Raises InvalidRequest; Overloaded and Unavailable if a constraint that must be enforced is
+        not compiled."""
         constraint = requested_constraint(request)
         if plan is not None:
             assert isinstance(request, ChatRequest), "only chats have tools"
@@ -57,19 +58,24 @@ class ConstraintChecks:
             constraint = constraint_with_tools(request, plan, constraint)
         if constraint is None:
             return None
-        await self.check(constraint, tenant)
+        try:
+            await self.check(constraint, tenant)
+        except (Overloaded, Unavailable):
+            if constraint.guided.best_effort:
+                return None
+            raise
         return constraint.guided
 
     async def _usable(
         self, function: UsableFunction, tenant: str, deadline_s: float
     ) -> UsableFunction:
-        """Returns the function, with arguments of any form if its schema cannot be enforced and
-        need not be."""
+        """Returns the function, with arguments of any form if its schema cannot be enforced, or not
+        now, and need not be."""
         guided = GuidedDecoding(json=dict(function.schema))
         try:
             constraint = Constraint(guided, f"{function.field}.parameters")
             await self.check(constraint, tenant, deadline_s)
-        except (InvalidRequest, Overloaded):
+        except (InvalidRequest, Overloaded, Unavailable):
             if function.is_strict:
                 raise
             return with_any_arguments(function)

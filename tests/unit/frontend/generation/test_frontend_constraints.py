@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
 from common.request.preprocessed import GuidedDecoding
 from common.trials.constraints import PREPARE
 from common.trials.fair_trials import FairTrials
@@ -150,3 +150,25 @@ async def test_requests_with_the_same_invalid_constraint_share_its_error() -> No
     errors = await asyncio.gather(*checked, return_exceptions=True)
     assert all(isinstance(error, InvalidRequest) for error in errors)
     assert len(trials.compiled) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("no process"), Overloaded(1.0)])
+async def test_without_trials_a_request_goes_on_without_constraints_that_are_optional(
+    error: MeshError,
+) -> None:
+    class NoTrials(SlowTrials):
+        async def run(self, trial: Trial, sender: str, deadline_s: float) -> Any:
+            raise error
+
+    checks = ConstraintChecks(NoTrials(), 0.5)
+    for choice, strict in (("auto", False), ("auto", True), ("required", False)):
+        function = {"name": "f", "strict": strict, "parameters": {"title": "f"}}
+        tools = [{"type": "function", "function": function}]
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+        request = parse_chat(json.dumps(body | {"tool_choice": choice}).encode())
+        plan = plan_tools(request, HERMES)
+        if (choice, strict) == ("auto", False):
+            assert await checks.resolve(request, plan, "tenant") is None
+        else:
+            with pytest.raises(type(error)):
+                await checks.resolve(request, plan, "tenant")
