@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from common.registry.instances import Snapshot
 from frontend_svc.members import Members
 from frontend_svc.models.adapters import serving
 from frontend_svc.request.ports import WorkerPort
 
+# Roles of which a worker each replaces a worker of this role.
+_SUBSTITUTES: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
+    {
+        "aggregated": ("prefill", "decode"),
+        "prefill": ("aggregated",),
+        "decode": ("aggregated",),
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The workers that serve a model; those of one role can replace each other."""
+    """The workers that serve a model; those of one role can replace each other.
+
+    If all roles have workers, those of one serving mode also replace those of the other: an
+    aggregated worker, or a prefill worker and a decode worker.
+    """
 
     workers: frozenset[int]
     by_role: Mapping[str, frozenset[int]]
@@ -33,13 +48,27 @@ class WorkerPool:
         """Workers that serve a model, and those among them with an open circuit. adapter: only
         workers that have it; "" is the model itself."""
         pool = self._pool(model, adapter)
-        excluded = map(self._workers.excluded_workers, pool.by_role.values())
-        return pool.workers, frozenset[int]().union(*excluded)
+        return pool.workers, frozenset[int]().union(*self._excluded(pool).values())
+
+    def _excluded(self, pool: _Pool) -> dict[str, frozenset[int]]:
+        """Returns the workers of each role that get no requests now."""
+        by_role, exclude = pool.by_role, self._workers.excluded_workers
+        excluded = {role: exclude(workers) for role, workers in by_role.items()}
+        if len(by_role) == len(_SUBSTITUTES):
+            for role, others in _SUBSTITUTES.items():
+                spare = [by_role[other] - excluded[other] for other in others]
+                if all(spare):  # without its own role's last worker, a request is served by these
+                    excluded[role] = by_role[role] & exclude(by_role[role].union(*spare))
+        return excluded
 
     def peers(self, worker_id: int, model: str, adapter: str = "") -> frozenset[int]:
-        """Returns the workers of the worker's role that serve a model, itself included."""
-        pools = self._pool(model, adapter).by_role.values()
-        return next((workers for workers in pools if worker_id in workers), frozenset())
+        """Returns the workers that can replace a worker, itself included."""
+        by_role = self._pool(model, adapter).by_role
+        role = next((role for role, workers in by_role.items() if worker_id in workers), None)
+        if role is None:
+            return frozenset()
+        others = _SUBSTITUTES[role] if len(by_role) == len(_SUBSTITUTES) else ()
+        return by_role[role].union(*(by_role[other] for other in others))
 
     def _pool(self, model: str, adapter: str) -> _Pool:
         snapshot = self._members.snapshot
@@ -63,9 +92,10 @@ class WorkerPool:
     def count_available(self, model: str, adapter: str = "") -> int:
         """Returns the number of workers that compute prompts and have a closed circuit; see
         `members`."""
+        pool = self._pool(model, adapter)
         return sum(
-            len(workers) - len(self._workers.excluded_workers(workers))
-            for role, workers in self._pool(model, adapter).by_role.items()
+            len(pool.by_role[role]) - len(excluded)
+            for role, excluded in self._excluded(pool).items()
             if role != "decode"
         )
 

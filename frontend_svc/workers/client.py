@@ -143,7 +143,7 @@ class EngineClient:
             )
 
     def request_failed(self, worker_id: int, peers: Iterable[int]) -> None:
-        """Counts a failed request against a worker. peers: workers of the same model."""
+        """Counts a failed request against a worker. peers: workers that can replace it."""
         reason = self._outliers.count_failure(worker_id, peers, self._loop.time())
         if reason:
             self.failed(worker_id, reason, Cause.FAILING)

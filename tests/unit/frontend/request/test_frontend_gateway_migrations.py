@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Role, Snapshot
 from common.request.placement import Decision
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
@@ -19,6 +20,7 @@ from frontend_svc.request.placement_request import PlacementKey, PlacementReques
 from frontend_svc.request.retry_policy import PERMITS_PER_WORKER, MigrationLimiter
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
+from frontend_svc.workers.breaker import Cause, CircuitBreaker
 from tests.kit.placements import decided, placement_request
 from tests.sim.loop import run_virtually
 
@@ -253,6 +255,52 @@ def test_the_limit_for_an_adapter_counts_the_workers_that_have_it() -> None:
         assert router.retried()[2:] == [4, 3], "the queued requests that arrived first"
 
     run_virtually(main())
+
+
+class _Breaker(Engines):
+    """Circuits of a real breaker. failing, lost: workers whose circuits are open."""
+
+    def __init__(self, *, failing: Iterable[int] = (), lost: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.breaker = CircuitBreaker(Random(1))
+        for cause, workers in ((Cause.FAILING, failing), (Cause.LOST, lost)):
+            for number in workers:
+                self.breaker.open_circuit(number, "", 0.0, cause)
+                self.breaker.record_probe(number, False, 1.0)
+
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
+        return self.breaker.excluded(pool)
+
+
+def test_a_failing_worker_without_a_peer_is_replaced_by_the_other_serving_mode() -> None:
+    aggregated, prefill, decode = 1, 2, 3
+    roles: dict[int, Role] = {aggregated: "aggregated", prefill: "prefill", decode: "decode"}
+
+    def pool_of(engines: Engines, *numbers: int) -> WorkerPool:
+        instances = {n: replace(worker(n), role=roles[n]) for n in numbers or roles}
+        return WorkerPool(Members(Snapshot(instances=instances)), engines)
+
+    def excluded(*numbers: int, failing: Iterable[int], lost: Iterable[int] = ()) -> frozenset[int]:
+        pool = pool_of(_Breaker(failing=failing, lost=lost), *numbers)
+        excluded = pool.members(MODEL)[1]
+        computing = {n for n in numbers or roles if n != decode}
+        assert pool.count_available(MODEL) == len(computing - excluded)
+        return excluded
+
+    assert excluded(failing=[aggregated]) == {aggregated}
+    assert excluded(failing=[prefill]) == {prefill}
+    assert excluded(failing=[decode]) == {decode}
+    assert excluded(failing=[aggregated], lost=[decode]) == {decode}, "no pair is left"
+    assert excluded(failing=[prefill], lost=[aggregated]) == {aggregated}
+    assert not {aggregated, prefill} <= excluded(failing=[aggregated, prefill])
+    assert excluded(aggregated, prefill, failing=[aggregated]) == frozenset()
+    assert excluded(aggregated, failing=[aggregated]) == frozenset()
+
+    pool = pool_of(_AllAvailable())
+    assert pool.peers(aggregated, MODEL) == {aggregated, prefill, decode}
+    assert pool.peers(decode, MODEL) == {decode, aggregated}
+    assert pool_of(_AllAvailable(), prefill, decode).peers(prefill, MODEL) == {prefill}
+    assert pool.peers(9, MODEL) == frozenset()
 
 
 class _NoneAvailable(Engines):
