@@ -20,7 +20,7 @@ OpenAIFinishReason = Literal["stop", "length", "content_filter", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token and its natural log probability; None: of the first token of a prompt. raw: its
+    """A token and its natural log probability; None: of a token of the prompt without one. raw: its
     bytes, which may be part of a character. top: the most probable tokens at its position, most
     probable first. offset: characters of the choice's text before it."""
 

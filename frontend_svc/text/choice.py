@@ -161,10 +161,12 @@ class Choice:
             self.is_complete = self._parser.is_done
         return sink.output(self._index, deltas, tokens) if deltas or tokens else b""
 
-    def _write_prompt(self, prompt: PromptTokens, sink: ChoiceSink) -> bytes:
+    def _write_prompt(
+        self, prompt: PromptTokens, sink: ChoiceSink, *, is_end: bool = False
+    ) -> bytes:
         """Writes the prompt and the tokens that waited for it, when all its log probabilities have
-        arrived."""
-        if not prompt.is_complete:
+        arrived, or none can arrive any more."""
+        if not (prompt.is_complete or is_end):
             return b""
         self._prompt, self._echoed = None, len(self._echo)
         deltas = [Content(self._echo)] if self._echo else []
@@ -175,8 +177,13 @@ class Choice:
     def _prompt_entries(self, prompt: PromptTokens) -> list[TokenText]:
         assert self._token_bytes is not None, "the client requested log probabilities"
         first = TokenText(self._token_bytes(prompt.token_ids[0]), None)
-        offsets = prompt.offsets[1:]
-        return [first, *map(self._entry, prompt.logprobs, offsets)]
+        known = [first, *map(self._entry, prompt.logprobs, prompt.offsets[1:])]
+        rest = slice(len(known), None)  # of an engine that computes none
+        unknown = [
+            TokenText(self._token_bytes(token_id), None, offset=offset)
+            for token_id, offset in zip(prompt.token_ids[rest], prompt.offsets[rest], strict=True)
+        ]
+        return known + unknown
 
     def _entry(self, logprob: TokenLogprob, offset: int) -> TokenText:
         assert self._token_bytes is not None, "the client requested log probabilities"
@@ -199,7 +206,9 @@ class Choice:
         nvext: Mapping[str, object] | None = None,
     ) -> bytes:
         """Writes the withheld text and the end. reason: why the model ended."""
-        events = b"" if self._prompt is None else self._write_prompt(self._prompt, sink)
+        events = b""
+        if self._prompt is not None:
+            events = self._write_prompt(self._prompt, sink, is_end=True)
         rest = self._text.finish()
         deltas = self._deltas(rest)
         if self._parser is not None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from common.request.preprocessed import TopLogprob
 from tests.kit.engines import RecordingEngine, Script
 from tests.kit.local_mesh import CHAT, COMPLETIONS, LocalMesh, local_mesh
 from tests.kit.waiting import until
@@ -234,3 +235,34 @@ async def test_the_other_apis_return_no_response_without_its_form(mesh: LocalMes
         )
         assert messages.status_code == 502
         assert messages.json()["error"]["details"]["error_code"] == "invalid_output"
+
+
+async def test_an_alternative_may_have_an_id_without_a_text(mesh: LocalMesh) -> None:
+    """Models have logits for more ids than their tokenizer."""
+    padded = TokenLogprob(300, -1.0, (TopLogprob(1 << 20, -0.5), TopLogprob(300, -1.0)))
+    output = LLMEngineOutput(token_ids=[300], logprobs=[padded])
+    async with mesh.worker(RecordingEngine(sending(output, chunk.length()))):
+        response = await post(mesh, COMPLETIONS, prompt=[1], max_tokens=1, logprobs=2)
+        assert response.status_code == 200, response.text
+        (top,) = response.json()["choices"][0]["logprobs"]["top_logprobs"]
+        assert top[""] == -0.5
+        assert len(top) == 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_echo_is_complete_without_the_log_probabilities_of_the_prompt(
+    mesh: LocalMesh, *, is_stream: bool
+) -> None:
+    """An engine of another package may ignore that they are requested."""
+    output = LLMEngineOutput(token_ids=[301], logprobs=[TokenLogprob(301, -1.0, ())])
+    fields = {"prompt": [1, 300, 302], "max_tokens": 1, "logprobs": 0}
+    async with mesh.worker(RecordingEngine(sending(output, chunk.length()))):
+        plain = (await post(mesh, COMPLETIONS, **fields)).json()["choices"][0]["text"]
+        response = await post(mesh, COMPLETIONS, echo=True, stream=is_stream, **fields)
+        events = events_of(response)[:-1] if is_stream else [response.json()]
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(choice["text"] for choice in choices)
+        assert text == TOKENIZER.decode([1, 300, 302]) + plain
+        entries = [choice["logprobs"] or {} for choice in choices]
+        values = [value for entry in entries for value in entry.get("token_logprobs", ())]
+        assert values == [None, None, None, -1.0]

@@ -446,7 +446,7 @@ class OutputRules:
             text = f"{len(logprobs)} log probabilities for {len(output.token_ids)} tokens"
             raise self._broken(text)
         tops = [top for logprob in logprobs for top in logprob.top]
-        ids = [logprob.token_id for logprob in logprobs] + [top.token_id for top in tops]
+        ids = [logprob.token_id for logprob in logprobs]
         values = [logprob.logprob for logprob in logprobs] + [top.logprob for top in tops]
         try:
             array("d", values)
@@ -476,6 +476,9 @@ async def validate_stream(
     try:
         async for output in stream:
             rules.check(output)
+        # A model may have logits for more ids than its tokenizer, and rank one of them second.
+        if tops:
+            self._largest([top.token_id for top in tops])
             yield output
         rules.end()
     finally:

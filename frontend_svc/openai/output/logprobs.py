@@ -50,6 +50,6 @@ def _top(token: TokenText) -> dict[str, float] | None:
     values: dict[str, float] = {}
     alternatives: Iterable[TokenText] = (*token.top, token)
     for alternative in alternatives:
-        assert alternative.logprob is not None, "only the first token of a prompt has none"
+        assert alternative.logprob is not None, "only tokens of a prompt have none"
         values.setdefault(token_text(alternative.raw), alternative.logprob)
     return values

@@ -307,6 +307,16 @@ def test_valid_output_may_reach_each_limit() -> None:
     rules.end()
 
 
+def test_an_alternative_may_have_an_id_that_only_the_model_has() -> None:
+    """Models pad their vocabulary; the text of such an id is empty."""
+    rules = OutputRules("r1", vocab_size=1000)
+    padded = TokenLogprob(1, -1.0, (preprocessed.TopLogprob(1023, -0.5),))
+    rules.check(LLMEngineOutput(token_ids=(1,), logprobs=[padded]))
+    invalid = TokenLogprob(1, -1.0, (preprocessed.TopLogprob(-1, -0.5),))
+    with pytest.raises(InternalError, match="a token id is no integer"):
+        rules.check(LLMEngineOutput(token_ids=(1,), logprobs=[invalid]))
+
+
 @pytest.mark.row("S4-31")
 async def test_a_typed_error_is_terminal_and_keeps_its_type() -> None:
     error = InvalidRequest("temperature is too hot", "temperature")
