@@ -112,6 +112,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             control_tokens_in_text=config.control_tokens_in_text,
         )
         self.runner.model, self.runner.card_checksum = self._card.name, self._card.checksum
+        self.runner.engine_started(engine_config)
         self.runner.step_limits = StepLimits(
             StepLimitSettings(
                 config.step_limit_s,

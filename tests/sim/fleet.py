@@ -485,6 +485,7 @@ class SimWorker:
         self.local_prefill = config.local_prefill
         tokens_max = config.max_num_batched_tokens or math.inf
         self.runner.step_limits = StepLimits(StepLimitSettings(tokens_max=tokens_max))
+        self.runner.engine_started(config)
         if self._kv is not None:
             self.publisher = self._build_publisher(config, self._kv)
             self.process.spawn(self.publisher.run())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -68,6 +69,8 @@ class EngineConfig:
     template_texts: what the chat template of the card prints instead of a text of the model's own.
     supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
     refused only after a worker was chosen.
+    serves_in_order: whether a waiting request never starts after a later one without a higher
+    priority. Then one that was overtaken counts as lost although others wait.
     """
 
     model: str = ""
@@ -91,6 +94,7 @@ class EngineConfig:
     media: Mapping[str, MediaInput] = field(default_factory=dict)
     template_texts: Mapping[str, str] = field(default_factory=dict)
     supported_fields: frozenset[str] | None = None
+    serves_in_order: bool = False
 
     @property
     def advertised_name(self) -> str:
@@ -174,12 +178,30 @@ class GenerateContext(EngineContext):
         traceparent: str = "",
         priority: int | None = None,
         tenant: str = "",
+        on_preparing: Callable[[bool], None] | None = None,
     ) -> None:
+        """on_preparing: called when `preparing` begins (True) and ends (False)."""
         super().__init__(request_id)
         self.first_token = first_token
         self.traceparent = traceparent
         self.priority = priority
         self.tenant = tenant
+        self._on_preparing = on_preparing
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Marks work before the request enters the engine's queue, such as the decoding of media.
+
+        The request does not count as lost meanwhile, however many others are prepared before it;
+        the engine bounds the time itself.
+        """
+        if self._on_preparing is not None:
+            self._on_preparing(True)
+        try:
+            yield
+        finally:
+            if self._on_preparing is not None:
+                self._on_preparing(False)
 
     def notify_first_token(self) -> None:
         """Signals the first token. Idempotent; no effect on legs other than decode.
@@ -454,6 +476,9 @@ class OutputRules:
             raise self._broken("a log probability is no number") from None
         if (largest := self._largest(ids)) >= self._ids_below:
             raise self._broken(f"log probability of token id {largest} outside of the vocabulary")
+        # A model may have logits for more ids than its tokenizer, and rank one of them second.
+        if tops:
+            self._largest([top.token_id for top in tops])
 
     def end(self) -> None:
         """Raises InternalError with INVALID_OUTPUT if the stream had no terminal chunk."""
@@ -476,9 +501,6 @@ async def validate_stream(
     try:
         async for output in stream:
             rules.check(output)
-        # A model may have logits for more ids than its tokenizer, and rank one of them second.
-        if tops:
-            self._largest([top.token_id for top in tops])
             yield output
         rules.end()
     finally:

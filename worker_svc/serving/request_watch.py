@@ -15,20 +15,25 @@ a slot, for memory or for KV of another worker: if the rank reports waiting requ
 and at some sample as many as there are requests without output and quiet ones. If it reports fewer,
 the difference is how many may be lost; of these only those that a later request without a higher
 priority has passed. A request that may wait starts anew: when it leaves the queue, it has the whole
-time again.
+time again. Of an engine that does not serve requests in order, a later request proves nothing: a
+request is then lost only if none of its rank waits.
 
 What also explains silence:
 
 - Memory: a rank with more than KV_FULL of its blocks in use may have preempted a started request.
   After a wait such a request computes its tokens again.
-- Preparation: a constraint or media may be compiled or decoded before the engine counts a request.
+- Preparation: a constraint or media may be compiled or decoded before the engine counts a request,
+  and later requests pass it meanwhile. An engine that prepares a request itself states when
+  (`GenerateContext.preparing`): that time does not count at all.
 - A pass-through body: its output may be less than one chunk a step, so only an idle rank counts.
 - A rank that makes no step: frontends detect its hang by the step limit.
 - An unknown rank: of a request that leaves the choice to an engine with several ranks, only idle
   samples of all ranks count.
 
 Loads may be some tenths of a second old, and prompt tokens of a step may be reported after its
-output. Therefore a prompt that is not computed yet needs one more sample per TOKENS_PER_SAMPLE.
+output. Therefore a prompt that is not computed yet needs one more sample per TOKENS_PER_SAMPLE,
+and what a rank computes until the second sample after the begin of the quiet time does not count:
+it may be older.
 """
 
 from __future__ import annotations
@@ -57,6 +62,8 @@ STEP_TOKENS_ASSUMED = 256
 IDLE_LIMITS = 1.5
 # Stands for all ranks together.
 ANY_RANK = -1
+# `tokens_until` before it is known.
+_UNKNOWN_TOKENS = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +161,9 @@ class WatchedRequest:
     is_watched: bool = True
     """False if it is being ended anyway."""
 
+    is_preparing: bool = False
+    """Whether the engine prepares it, apart from its queue."""
+
     # Counts of the rank when the quiet time began.
     stepped: int = 0
     promptless: int = 0
@@ -173,16 +183,32 @@ class WatchedRequest:
 
 
 class RequestWatch:
-    """The watch of one engine. limit_s: returns the step limit of a rank, in seconds."""
+    """The watch of one engine.
 
-    def __init__(self, limit_s: Callable[[int], float]) -> None:
+    - limit_s: returns the step limit of a rank, in seconds.
+    - has_ranks: whether the engine has several.
+    - serves_in_order: see EngineConfig.
+    """
+
+    def __init__(
+        self,
+        limit_s: Callable[[int], float],
+        *,
+        has_ranks: bool = False,
+        serves_in_order: bool = False,
+    ) -> None:
         self._limit_s = limit_s
+        self._serves_in_order = serves_in_order
         self._ranks: dict[int, RankActivity] = {}
+        # Requests whose quiet time began since the last sample, and between the last two; with the
+        # tokens that their ranks may compute before their output.
+        self._restarted: dict[WatchedRequest, int] = {}
+        self._unsettled: dict[WatchedRequest, int] = {}
         # Prompt tokens of all requests since start, and of those with a priority.
         self._admitted_tokens = self._urgent_tokens = 0
         self._sampled_at = self._checked_at = -1.0
         self._samples = self._requests = 0
-        self._has_ranks = False
+        self._has_ranks = has_ranks
 
     def rank(self, dp_rank: int | None) -> RankActivity:
         """Returns the activity of a rank. None: the engine chooses the rank."""
@@ -192,13 +218,29 @@ class RequestWatch:
 
     def admit(self, request: WatchedRequest, pending_tokens: int, now: float) -> None:
         """Adds a request. pending_tokens: of all prompts without output, its own too."""
-        self._requests += 1
-        request.number = self._requests
-        request.rank.unstarted += 1
+        self._enqueue(request)
         self._admitted_tokens += request.prompt_tokens
         if request.priority:
             self._urgent_tokens += request.prompt_tokens
         self._restart(request, pending_tokens, now)
+
+    def _enqueue(self, request: WatchedRequest) -> None:
+        self._requests += 1
+        request.number = self._requests
+        request.rank.unstarted += 1
+
+    def begin_preparation(self, request: WatchedRequest) -> None:
+        """Records that the engine prepares a request without output, apart from its queue."""
+        request.is_preparing = True
+        request.rank.unstarted -= 1
+
+    def end_preparation(self, request: WatchedRequest, pending_tokens: int, now: float) -> None:
+        """Records that a prepared request enters the queue of the engine, unless it has ended.
+        pending_tokens: as in `admit`."""
+        if request.is_preparing:
+            request.is_preparing = False
+            self._enqueue(request)
+            self._restart(request, pending_tokens, now)
 
     def start(self, request: WatchedRequest, now: float) -> None:
         """Records the first output of a request."""
@@ -209,15 +251,21 @@ class RequestWatch:
 
     def end(self, request: WatchedRequest) -> None:
         """Removes a request."""
-        request.rank.unstarted -= not request.is_started
+        request.rank.unstarted -= not (request.is_started or request.is_preparing)
+        request.is_preparing = False
+        self._restarted.pop(request, None)
+        self._unsettled.pop(request, None)
 
     def sample(self, loads: Sequence[Load], now: float) -> bool:
         """Reads the loads; call it every SAMPLE_S. Returns whether a check is due."""
         for load in loads:
             self.rank(load.dp_rank).sample(load, self._sampled_at, now)
-        self._has_ranks = len(loads) > 1
+        self._has_ranks = self._has_ranks or len(loads) > 1
         if self._has_ranks:
             self.rank(ANY_RANK).sample(_sum_of(loads), self._sampled_at, now)
+        for request, tokens in self._unsettled.items():
+            request.tokens_until = request.rank.computed_tokens + tokens
+        self._unsettled, self._restarted = self._restarted, {}
         self._sampled_at = now
         self._samples += 1
         return self._samples % SAMPLES_PER_CHECK == 0
@@ -231,7 +279,9 @@ class RequestWatch:
             if request.output_at != request.seen_output_at:
                 request.seen_output_at = request.output_at
                 self._restart(request, 0, request.output_at)
-            elif request.is_watched and request.quiet_since <= self._checked_at:
+            elif request.is_preparing or not request.is_watched:
+                continue
+            elif request.quiet_since <= self._checked_at:
                 quiet.setdefault(request.rank, []).append(request)
         lost: list[WatchedRequest] = []
         for rank, candidates in quiet.items():
@@ -254,7 +304,7 @@ class RequestWatch:
             if not queued_min:
                 lost += overdue
                 continue
-            passed = [request for request in overdue if _is_passed(request)] if lost_max > 0 else []
+            passed = [request for request in overdue if lost_max > 0 and self._is_passed(request)]
             passed.sort(key=lambda request: request.quiet_since)
             lost += passed[: max(0, lost_max)]
             for request in requests if lost_max <= 0 else overdue:
@@ -270,7 +320,12 @@ class RequestWatch:
         request.quiet_since = now
         request.stepped, request.promptless = rank.stepped, rank.promptless
         request.continued, request.idle = rank.continued, rank.idle
-        request.tokens_until = rank.computed_tokens + tokens
+        self._unsettled.pop(request, None)
+        self._restarted.pop(request, None)
+        request.tokens_until = rank.computed_tokens
+        if tokens:
+            request.tokens_until = _UNKNOWN_TOKENS
+            self._restarted[request] = tokens
         request.passed_tokens = self._passed_tokens(request)
         request.stepped_when_computed = None
 
@@ -286,6 +341,8 @@ class RequestWatch:
 
     def has_no_prompt_left(self, request: WatchedRequest) -> bool:
         """Returns whether the prompt is computed, or the request is lost."""
+        if request.is_preparing:
+            return False
         is_computed = request.rank.reports_prompts and not self._tokens_left(request)
         return is_computed or self._is_unreported(request)
 
@@ -318,18 +375,21 @@ class RequestWatch:
             return rank.promptless - request.promptless >= needed
         return rank.stepped - request.stepped_when_computed >= SAMPLES_MIN
 
+    def _is_passed(self, request: WatchedRequest) -> bool:
+        """Returns whether a request does not wait in the queue: it had output, or a later one
+        without a higher priority had output before it. A request that needs a preparation may enter
+        the queue late."""
+        if request.is_started:
+            return True
+        is_ahead = request.number < request.rank.last_started and request.priority >= 0
+        return self._serves_in_order and is_ahead and not request.preparation_s
+
     def _idle_limit_s(self, rank: RankActivity) -> float:
         return IDLE_LIMITS * self._limit_s(0 if rank.load is None else rank.load.dp_rank)
 
 
 def _fewest(fewest: int | None, count: int) -> int:
     return count if fewest is None or count < fewest else fewest
-
-
-def _is_passed(request: WatchedRequest) -> bool:
-    """Returns whether a later request without a higher priority had output before this one."""
-    is_ahead = request.number < request.rank.last_started
-    return request.is_started or (is_ahead and request.priority >= 0)
 
 
 def _sum_of(loads: Sequence[Load]) -> Load:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
@@ -44,6 +45,7 @@ from common.trials.constraints import ConstraintTrials
 from worker_svc.engines.contract import (
     CountingEngine,
     EmbeddingEngine,
+    EngineConfig,
     FinishReason,
     GenerateContext,
     LLMEngine,
@@ -129,7 +131,7 @@ class Runner:
         self.last_output_at = -math.inf
         self.engine_failure = ""
         self.step_limits = StepLimits(StepLimitSettings())
-        self._watch = RequestWatch(lambda dp_rank: self.step_limits.limit_s(dp_rank))
+        self._watch = self._build_watch()
         self._max_requests = max_requests
         self._role = role
         self._constraints = constraints
@@ -148,6 +150,21 @@ class Runner:
         if isinstance(self.engine, CountingEngine):
             counts |= {f"engine_{name}": n for name, n in self.engine.counters.items()}
         return counts
+
+    def engine_started(self, config: EngineConfig) -> None:
+        """Receives the properties of the engine; called once, before the first request."""
+        self._watch = self._build_watch(
+            has_ranks=config.dp_size > 1, serves_in_order=config.serves_in_order
+        )
+
+    def _build_watch(
+        self, *, has_ranks: bool = False, serves_in_order: bool = False
+    ) -> RequestWatch:
+        return RequestWatch(
+            lambda dp_rank: self.step_limits.limit_s(dp_rank),
+            has_ranks=has_ranks,
+            serves_in_order=serves_in_order,
+        )
 
     @property
     def open_requests(self) -> int:
@@ -194,14 +211,15 @@ class Runner:
             pending_tokens = len(request.token_ids)
         self._pending_tokens += pending_tokens
         self._longest_prompt = max(self._longest_prompt, pending_tokens)
+        watched = self._watch_request(leg_request, pending_tokens)
         ctx = GenerateContext(
             leg_request.request_id,
             asyncio.Event() if is_decode else None,
             traceparent=leg_request.traceparent,
             priority=leg_request.priority,
             tenant=leg_request.tenant,
+            on_preparing=partial(self._set_preparing, watched) if watched.preparation_s else None,
         )
-        watched = self._watch_request(leg_request, pending_tokens)
         self._active_requests[self._last_key] = _ActiveRequest(
             leg_request, ctx, pending_tokens, watched
         )
@@ -231,6 +249,13 @@ class Runner:
         now = asyncio.get_running_loop().time()
         self._watch.admit(watched, self._pending_tokens, now)
         return watched
+
+    def _set_preparing(self, watched: WatchedRequest, is_preparing: bool) -> None:
+        if is_preparing:
+            self._watch.begin_preparation(watched)
+        else:
+            now = asyncio.get_running_loop().time()
+            self._watch.end_preparation(watched, self._pending_tokens, now)
 
     def _check(self, leg_request: LegRequest) -> None:
         if self.is_draining:
@@ -323,8 +348,8 @@ class Runner:
         closing = aclosing(outputs) if isinstance(outputs, AsyncGenerator) else nullcontext()
         try:
             async with abort_timeout, closing:
-                await self._check_constraint(active_request.leg_request)
-                watched.quiet_since = now()
+                if watched.preparation_s:
+                    await self._check_constraint(active_request)
                 if active_request.ctx.is_stopped:  # aborted before its start
                     self._start_abort_grace(abort_timeout)
                 async for output in outputs:
@@ -360,15 +385,17 @@ class Runner:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
         return _with_prefill_details(terminal, active_request.leg_request.request)
 
-    async def _check_constraint(self, leg_request: LegRequest) -> None:
+    async def _check_constraint(self, active_request: _ActiveRequest) -> None:
         """Raises InvalidRequest if the request's constraint is invalid or exceeds a limit."""
-        if self._constraints is None or (request := leg_request.request) is None:
+        request, ctx = active_request.leg_request.request, active_request.ctx
+        if self._constraints is None or request is None:
             return
         guided = request.sampling_options.guided_decoding
         if guided is None:
             return
         try:
-            await self._constraints.check(guided, leg_request.tenant)
+            with ctx.preparing():
+                await self._constraints.check(guided, ctx.tenant)
         except ConstraintError as error:
             text = f"Invalid '{_CONSTRAINT_FIELD}': {error}."
             raise InvalidRequest(text, _CONSTRAINT_FIELD) from error

@@ -14,7 +14,7 @@ from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.launch import model_checksum
 from worker_svc.engines.sglang.sampling import EngineProperties, supported_fields
-from worker_svc.engines.sglang.server_args import model_kv_index
+from worker_svc.engines.sglang.server_args import model_kv_index, serves_in_order
 
 
 def read_properties(
@@ -77,6 +77,7 @@ async def build_engine_config(
         media={"image": images.input} if images else {},
         template_texts=images.template_texts if images else {},
         supported_fields=supported_fields(properties),
+        serves_in_order=serves_in_order(config.role, resolved),
     )
 
 

@@ -42,11 +42,13 @@ from common.errors import (
     Conflict,
     InvalidRequest,
     MeshError,
+    Overloaded,
     Unavailable,
     Unsupported,
     WorkerLost,
 )
 from common.kv.load import Load
+from common.trials.fair_trials import FairTrials
 from common.trials.trials import Trials
 from worker_svc.engines.contract import (
     BootstrapInfo,
@@ -97,6 +99,8 @@ from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat,
 
 LOAD_INTERVAL_S: Final = 0.1
 WARM_UP_TIMEOUT_S: Final = 120.0
+# Limit for the preparation of images of other requests.
+IMAGE_WAIT_S: Final = 60.0
 # Limit for transfers in flight at shutdown.
 DRAIN_TIMEOUT_S: Final = 4.0
 # Time for an abandoned start to end after its processes were killed.
@@ -146,7 +150,7 @@ class SglangEngine:
         self._resolved: Mapping[str, Any] = {}
         self._image_words = ImageWords()
         self._image_lock = asyncio.Lock()
-        self._trials = Trials((PREPARE_IMAGES,))
+        self._trials = FairTrials(Trials((PREPARE_IMAGES,)))
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Starts SGLang and waits for its first response. Call it on the main thread.
@@ -262,7 +266,7 @@ class SglangEngine:
             )
             self._decode_queue.open(rid, rank, time.monotonic())
         try:
-            async with aclosing(await self._start_generation(sglang_request, rid)) as stream:
+            async with aclosing(await self._start_generation(sglang_request, rid, ctx)) as stream:
                 async for raw_output in stream:
                     self._decode_queue.close(rid, time.monotonic())
                     self._chunk_counts[raw_output["meta_info"].get("dp_rank") or 0] += 1
@@ -285,28 +289,40 @@ class SglangEngine:
             self._starved.discard(rid)
 
     async def _start_generation(
-        self, sglang_request: SglangRequest, rid: str
+        self, sglang_request: SglangRequest, rid: str, ctx: GenerateContext
     ) -> AsyncGenerator[dict[str, Any], None]:
         arguments = dict(sglang_request.arguments)
         if sglang_request.needs_min_tokens:
             arguments["custom_logit_processor"] = self._min_tokens_processor
         if sglang_request.images is not None:
-            arguments |= await self._image_arguments(sglang_request.images)
+            with ctx.preparing():
+                arguments |= await self._image_arguments(sglang_request.images, ctx.tenant)
         stream: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
             **arguments, rid=rid, stream=True
         )
         return stream
 
-    async def _image_arguments(self, images: Images) -> dict[str, Any]:
+    async def _image_arguments(self, images: Images, tenant: str) -> dict[str, Any]:
+        """Returns SGLang's arguments for images. Raises InvalidRequest for an invalid image, and
+        Overloaded if those of other requests take longer than IMAGE_WAIT_S."""
         from sglang.srt.managers.schedule_batch import (  # type: ignore[import-not-found] # noqa: TID251
             Modality,
             MultimodalDataItem,
         )
 
-        await check_images(images, self._trials)
+        deadline_s = asyncio.get_running_loop().time() + IMAGE_WAIT_S
+        await check_images(images, self._trials, tenant, deadline_s)
         processor = self._engine.tokenizer_manager.processor.image_processor
-        async with self._image_lock:  # the processor is not made for threads
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._image_lock.acquire()  # the processor is not made for threads
+        except TimeoutError:
+            text = f"images of other requests took more than {IMAGE_WAIT_S:g} s; retry after 1 s"
+            raise Overloaded(1.0, text) from None
+        try:
             arguments = await asyncio.to_thread(image_arguments, images, processor)
+        finally:
+            self._image_lock.release()
         for content, mm_hash in zip(images.contents, arguments["mm_hashes"], strict=True):
             item = MultimodalDataItem(modality=Modality.IMAGE)
             item.set_hash(int(mm_hash, 16))
@@ -445,8 +461,9 @@ class SglangEngine:
                     rid = self._new_rid("warm-up")
                     await embed(self._engine.tokenizer_manager, request, rid, self._properties)
                     return
+                ctx = GenerateContext("warm-up")
                 stream = await self._start_generation(
-                    SglangRequest(arguments), self._new_rid("warm-up")
+                    SglangRequest(arguments), self._new_rid(ctx.id), ctx
                 )
                 async with aclosing(stream):
                     async for _ in stream:

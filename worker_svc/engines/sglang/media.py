@@ -28,8 +28,8 @@ from common.request.media import (
     read_data_url,
 )
 from common.request.preprocessed import MediaUrl, PreprocessedRequest
+from common.trials.fair_trials import FairTrials
 from common.trials.trial import Trial, TrialExceeded, TrialLimits, TrialRefused
-from common.trials.trials import Trials
 
 # SGLang's identifiers begin here; it refuses models with more tokens.
 IDENTIFIER_MIN: Final = 1_000_000
@@ -169,11 +169,13 @@ def try_images(contents: Sequence[bytes]) -> None:
         _decode(content, index)
 
 
-async def check_images(images: Images, trials: Trials) -> None:
-    """Raises InvalidRequest if decoding exceeds a limit. What is invalid within the limits passes:
-    `image_arguments` raises then."""
+async def check_images(images: Images, trials: FairTrials, sender: str, deadline_s: float) -> None:
+    """Raises InvalidRequest if decoding exceeds a limit, and the errors of `FairTrials.run`. What
+    is invalid within the limits passes: `image_arguments` raises then. deadline_s: of the wait for
+    images of others, on the loop's clock."""
+    trial = Trial(IMAGE_TRIAL, (tuple(images.contents),), IMAGE_LIMITS)
     try:
-        await trials.run(Trial(IMAGE_TRIAL, (tuple(images.contents),), IMAGE_LIMITS))
+        await trials.run(trial, sender, deadline_s)
     except TrialRefused:
         pass
     except TrialExceeded as error:

@@ -21,6 +21,10 @@ RESERVED_ARGUMENTS: Final = frozenset(
         *("custom_sigquit_handler", "enable_pd_role_switch"),
     }
 )
+_REORDERING_ARGUMENTS: Final = (
+    *("enable_lora", "lora_paths", "enable_hierarchical_cache", "enable_lmcache"),
+    "enable_prefill_delayer",
+)
 # Torch's own kernels, and a pool that fits any machine.
 _CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
     {
@@ -84,6 +88,13 @@ def server_arguments(
         if role == "decode":
             arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     return {**arguments, **operator_arguments, **adapter_arguments}
+
+
+def serves_in_order(role: Role, resolved: Arguments) -> bool:
+    """Returns `EngineConfig.serves_in_order`. Handoffs begin in any order; a request whose adapter
+    or cached blocks are not loaded waits while later ones start."""
+    reorders = any(resolved.get(name) for name in _REORDERING_ARGUMENTS)
+    return role == "aggregated" and resolved.get("schedule_policy") == "fcfs" and not reorders
 
 
 def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[KvIndex, str]:

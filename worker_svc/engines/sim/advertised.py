@@ -44,4 +44,6 @@ def advertised_config(
         kinds=("chat", "completions", "embedding"),
         embedding_size=config.embedding_size,
         shorter_embeddings=True,
+        # KV of other workers arrives in any order.
+        serves_in_order=handoff.role == "aggregated",
     )

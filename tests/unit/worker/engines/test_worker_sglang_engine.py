@@ -1,8 +1,9 @@
-"""Decode legs that wait for KV pages, in the adapter over a fake SGLang."""
+"""Decode legs that wait for KV pages, and images, in the adapter over a fake SGLang."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
 from worker_svc.engines.contract import GenerateContext
 from worker_svc.engines.handoff import NO_BLOCKS
+from worker_svc.engines.sglang import engine as engine_module
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.engine import SglangEngine
-from worker_svc.engines.sglang.sampling import EngineProperties
+from worker_svc.engines.sglang.media import Images
+from worker_svc.engines.sglang.sampling import EngineProperties, SglangRequest
 
 FACTS = EngineProperties(
     vocab_size=100,
@@ -125,3 +128,27 @@ async def test_only_a_fresh_snapshot_counts() -> None:
     assert fake.abort_error == []
     await read_until_aborted(engine, fake)
     assert fake.abort_error == ["leg"]
+
+
+class NoTrials:
+    async def run(self, *_: object) -> None: ...
+
+
+async def test_images_that_wait_too_long_for_others_are_refused_and_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "sglang.srt.managers.schedule_batch"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(Modality=0, MultimodalDataItem=0))
+    monkeypatch.setattr(engine_module, "IMAGE_WAIT_S", 0.01)
+    fake = FakeSglang()
+    fake.tokenizer_manager.processor = SimpleNamespace(image_processor=None)
+    engine = engine_over(fake)
+    engine._trials = NoTrials()  # type: ignore[assignment]
+    preparing: list[bool] = []
+    request = SglangRequest({}, images=Images([b"x"], [(1, 2)]))
+    ctx = GenerateContext("late", on_preparing=preparing.append)
+    async with engine._image_lock:
+        with pytest.raises(Overloaded, match="images of other requests") as refused:
+            await engine._start_generation(request, "late", ctx)
+    assert refused.value.retryable
+    assert preparing == [True, False], "the request does not count as lost meanwhile"

@@ -56,6 +56,7 @@ from worker_svc.engines.sglang.server_args import (
     model_kv_index,
     resolve_page_size,
     server_arguments,
+    serves_in_order,
 )
 from worker_svc.engines.stop_tokens import StopToken
 
@@ -513,6 +514,24 @@ def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
 def test_a_rank_that_does_not_report_its_queues_has_no_leg_waiting_for_pages() -> None:
     assert count_waiting_for_pages(Snapshot()) == 0
     assert count_waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("role", "arguments", "is_ordered"),
+    [
+        ("aggregated", {"schedule_policy": "fcfs"}, True),
+        ("aggregated", {"schedule_policy": "lof"}, False),
+        ("aggregated", {"schedule_policy": "fcfs", "enable_lora": True}, False),
+        ("aggregated", {"schedule_policy": "fcfs", "enable_hierarchical_cache": True}, False),
+        ("aggregated", {}, False),
+        ("decode", {"schedule_policy": "fcfs"}, False),
+        ("prefill", {"schedule_policy": "fcfs"}, False),
+    ],
+)
+def test_requests_are_served_in_order_with_the_default_policy_only(
+    role: Any, arguments: dict[str, Any], *, is_ordered: bool
+) -> None:
+    assert serves_in_order(role, arguments) == is_ordered
 
 
 def arguments_of(role: Any = "aggregated", *, is_cpu: bool = True, **extra: Any) -> dict[str, Any]:

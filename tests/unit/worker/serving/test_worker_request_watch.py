@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from common.errors import REQUEST_STALLED, MeshError, WorkerLost
 from common.kv.load import Load
 from common.request.preprocessed import (
+    MediaUrl,
     PreprocessedRequest,
     RoutingHints,
     StopConditions,
@@ -44,13 +45,19 @@ class Sent:
     took_s: dict[str, float] = field(default_factory=dict)
 
     async def send(
-        self, name: str, prompt: int = 20, tokens: int = 8, priority: int | None = None
+        self,
+        name: str,
+        prompt: int = 20,
+        tokens: int = 8,
+        priority: int | None = None,
+        images: int = 0,
     ) -> None:
         loop = asyncio.get_running_loop()
         request = PreprocessedRequest(
             token_ids=TokenIds.of([100 + len(self.ended) % 700] * prompt),
             stop_conditions=StopConditions(max_tokens=tokens, ignore_eos=True),
             routing=None if priority is None else RoutingHints(priority=priority),
+            multi_modal_data={"image_url": (MediaUrl("data:,"),) * images} if images else {},
         )
         began = loop.time()
         try:
@@ -72,8 +79,9 @@ class Sent:
 @asynccontextmanager
 async def watched(engine: GrayEngine) -> AsyncIterator[Sent]:
     """A runner of the engine, with what a worker runs beside its requests."""
-    await engine.start(1)
+    config = await engine.start(1)
     load = Sent(Runner(engine))
+    load.runner.engine_started(config)
 
     async def tick() -> None:
         # Ends: the task is cancelled.
@@ -240,6 +248,31 @@ def test_a_long_prompt_in_many_steps_is_not_lost() -> None:
 
 
 @pytest.mark.slow
+def test_the_step_limit_includes_a_prompt_that_arrives_just_after_another_was_computed() -> None:
+    """The first one's tokens, which the next sample contains, are none of the second one's."""
+
+    async def main(begin_s: float, pause_s: float) -> float:
+        timing = Timing(base_s=0.05, prefill_token_s=1e-3)
+        engine = GrayEngine(SimConfig(timing=timing, max_num_batched_tokens=8000), model=MODEL)
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
+            stream = tasks.create_task(load.send("stream", tokens=200))
+            await asyncio.sleep(begin_s)
+            await load.send("first", prompt=5000, tokens=1)
+            await asyncio.sleep(pause_s)
+            second = tasks.create_task(load.send("second", prompt=4000, tokens=1))
+            await asyncio.sleep(0.3)
+            limit_s = load.runner.step_limits.limit_s(0)
+            await second
+            assert not stream.done(), "the steps had another request"
+        return limit_s
+
+    for begin_s in (0.5, 0.6, 0.7, 0.8, 0.9):
+        for pause_s in (0.0, 0.02, 0.04, 0.06, 0.08):
+            limit_s = run_virtually(main(begin_s, pause_s))
+            assert limit_s > 2 * 4.0, (begin_s, pause_s)
+
+
+@pytest.mark.slow
 def test_a_frozen_engine_and_a_stalled_process_lose_no_request() -> None:
     """Frontends notice them: the rank makes no step, or the worker sends no heartbeat."""
 
@@ -282,6 +315,43 @@ def test_a_response_to_a_probe_proves_that_an_idle_engine_is_in_no_step(
     load = run_virtually(main())
     assert load.stalled() == {"lost"}
     assert within_s - 2.0 <= load.took_s["lost"] <= within_s
+
+
+class SlowImages(GrayEngine):
+    """Prepares images for a minute, one request after another."""
+
+    # Any: arguments of GrayEngine.
+    def __init__(self, config: SimConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._preparation = asyncio.Lock()
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        if request.multi_modal_data:
+            with ctx.preparing():
+                async with self._preparation:
+                    await asyncio.sleep(60.0)
+            request = replace(request, multi_modal_data={})
+        async for output in super().generate(request, ctx, is_embedding=is_embedding):
+            yield output
+
+
+@pytest.mark.slow
+def test_the_last_of_a_burst_of_images_is_not_lost() -> None:
+    """Those before it are prepared for minutes, in which others are served, or none."""
+
+    async def main() -> Sent:
+        engine = SlowImages(SimConfig(max_num_seqs=4), model=MODEL)
+        async with watched(engine) as load, asyncio.TaskGroup() as tasks:
+            for number in range(5):
+                tasks.create_task(load.send(f"image {number}", images=1))
+            tasks.create_task(steady(load, tasks, 100.0, 8.0))
+        return load
+
+    load = run_virtually(main())
+    assert load.stalled() == set()
+    assert load.took_s["image 4"] > 300.0
 
 
 class LateLoads(GrayEngine):
@@ -348,8 +418,9 @@ class SlowEcho(GrayEngine):
 class Samples:
     """A watch that reads loads every 0.1 s."""
 
-    def __init__(self, *, limit_s: float = 2.0) -> None:
-        self.watch = RequestWatch(lambda _: limit_s)
+    # Any: settings of RequestWatch.
+    def __init__(self, *, limit_s: float = 2.0, **settings: Any) -> None:
+        self.watch = RequestWatch(lambda _: limit_s, **settings)
         self.requests: list[WatchedRequest] = []
         self.now = 0.0
 
@@ -424,3 +495,39 @@ def test_a_request_of_an_unknown_rank_is_lost_only_if_all_ranks_are_idle() -> No
     samples.admit()
     assert samples.lost_after_s(busy) is None
     assert samples.lost_after_s([[Load(dp_rank=0), Load(dp_rank=1)]]) is not None
+
+
+def test_a_request_of_an_unknown_rank_is_none_of_rank_0_before_the_first_sample() -> None:
+    samples = Samples(has_ranks=True)
+    samples.admit()
+    busy = [[Load(dp_rank=0), Load(engine_step=n, dp_rank=1, running=1)] for n in range(600)]
+    assert samples.lost_after_s(busy) is None
+
+
+@pytest.mark.parametrize("serves_in_order", [True, False])
+def test_a_passed_request_is_lost_only_if_the_engine_serves_in_order(
+    *, serves_in_order: bool
+) -> None:
+    """With another order, such as the longest cached prefix first, it may be the one that waits."""
+    samples = Samples(serves_in_order=serves_in_order)
+    samples.admit()
+    later = samples.admit()
+    samples.watch.start(later, 0.0)
+    samples.watch.end(later)
+    samples.requests.remove(later)
+    samples.admit()  # not reported by the engine
+    waiting = steps(600, waiting=1, running=1)
+    assert (samples.lost_after_s(waiting) is not None) == serves_in_order
+
+
+def test_tokens_that_were_computed_before_a_request_do_not_count_for_its_prompt() -> None:
+    """They may be part of the first sample after its admission."""
+    samples = Samples()
+    samples.watch.sample([Load(engine_step=1, prefill_tokens=100)], 0.1)
+    request = samples.admit(prompt=4000)
+    step = Load(engine_step=2, prefill_tokens=20_100, running=1)
+    for now in (0.2, 0.3, 0.4):
+        samples.watch.sample([step], now)
+        assert not samples.watch.has_no_prompt_left(request), "it lengthens the step in progress"
+    samples.watch.sample([replace(step, engine_step=3, prefill_tokens=24_100)], 0.5)
+    assert samples.watch.has_no_prompt_left(request)
