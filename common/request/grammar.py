@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final
 
@@ -84,9 +84,10 @@ def prepare_checks() -> None:
     _byte_tokenizer()
 
 
-def matches_constraint(guided: GuidedDecoding, text: str) -> bool:
+def matches_constraint(guided: GuidedDecoding, text: str, is_late: Callable[[], bool]) -> bool:
     """Returns whether a whole text matches a constraint, with any white space between the tokens of
-    JSON unless a whitespace_pattern is set. Raises ConstraintError if a limit is exceeded."""
+    JSON unless a whitespace_pattern is set. is_late: returns whether the time for it is used up.
+    Raises ConstraintError if a limit is exceeded."""
     grammar = _grammar_of(guided)
     if guided.json is not None and guided.whitespace_pattern is None:
         options: Any = {"whitespace_flexible": True, "lenient": False}
@@ -98,6 +99,8 @@ def matches_constraint(guided: GuidedDecoding, text: str) -> bool:
         # A mask restores the budget of the library. It also raises if the text did not match
         # because that was used up. Other threads run meanwhile.
         next_mask(matcher)
+        if is_late():
+            raise ConstraintError(f"only {start} of {len(data)} bytes were matched in time")
         part = data[start : start + _MATCH_BYTES]
         if matcher.try_consume_tokens(part) != len(part):
             next_mask(matcher)

@@ -46,9 +46,6 @@ from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, RecordedFormat
 
-# Time to compare a response with its form, apart from compiling it.
-FORM_CHECK_S = 5.0
-
 
 class GenerationEndpoint(PostEndpoint[ParsedBody]):
     """The ASGI application of one generation endpoint."""
@@ -84,9 +81,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
         form = None if is_query_only else _form(prepared)
-        choices = make_choices(
-            prepared, request_ids, info.token_counts, is_recorded=form is not None
-        )
+        choices = make_choices(prepared, request_ids, info.token_counts)
         context.progress.choices_per_prompt = prepared.body.choices_per_prompt
         with open_requests(self._dependencies, context, plans, meter) as opened:
             open_choices = [
@@ -100,7 +95,6 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
                 self._config.keep_alive_s,
                 self._gateway.backlog,
                 form,
-                self._config.grammar_compile_s + FORM_CHECK_S,
             )
             if prepared.body.is_stream:
                 if self._records.has_response:
@@ -219,8 +213,13 @@ def _count_prompts(
 
 
 def _form(prepared: PreparedBody) -> ResponseForm | None:
-    has_stop_tokens = bool(prepared.body.stop_token_ids)
-    return form_of(prepared.requests[0], prepared.plan, has_stop_tokens=has_stop_tokens)
+    reasoning = prepared.model.reasoning_format
+    return form_of(
+        prepared.requests[0],
+        prepared.plan,
+        has_stop_tokens=bool(prepared.body.stop_token_ids),
+        reasoning_end="" if reasoning is None else reasoning.end,
+    )
 
 
 def _response_info(context: HttpRequest, prepared: PreparedBody) -> ResponseInfo:

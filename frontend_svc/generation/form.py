@@ -4,24 +4,30 @@ A response that ends by itself has the form completely, or it is an error. One t
 a stop of the client ends may be incomplete, and `finish_reason` shows it.
 
 The constraint is compiled again, for single bytes, with any white space in JSON that no pattern
-forbids: engines differ in what they write there. It says nothing about how an engine restricts the
-text around tool calls, so of these the calls themselves are checked.
+forbids: engines differ in what they write there. Some apply it only behind the reasoning. It says
+nothing about how an engine restricts the text around tool calls, so of these the calls themselves
+are checked.
+
+The engine has enforced the form; the check finds engines that did not. So a response that is not
+checked in time is passed on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.request.grammar import ConstraintError, matches_constraint
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.openai.body.tool_calls import ANY_OBJECT, ToolPlan
 from frontend_svc.text.api_format import ChoiceResult
-from frontend_svc.tools.deltas import CallArguments, CallStart
+from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Reasoning
 
 # Why a response may end without its form.
 _INCOMPLETE_REASONS = ("length", "content_filter")
+# White space that may begin a content and that the parser of its reasoning drops.
+_DROPPED_SPACES = (" ", "\n", "\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +40,61 @@ class ResponseForm:
     plan: ToolPlan | None
     """Tools; a forced plan needs calls in place of content."""
 
-    def problem(self, choice: ChoiceResult, text: str) -> str:
-        """Returns what the form lacks, "" if nothing. Takes milliseconds, with large constraints
-        up to seconds. text: of the choice as the model wrote it, with its reasoning."""
+    reasoning_end: str = ""
+    """Marker behind the reasoning; "": the model has none."""
+
+    def problem(
+        self, choice: ChoiceResult, is_late: Callable[[], bool], echo_chars: int = 0
+    ) -> str:
+        """Returns what the form lacks; "" if nothing, or if nothing is known in time. Takes
+        milliseconds, with large constraints up to seconds.
+
+        - is_late: whether the time is used up.
+        - echo_chars: characters of the content before the output.
+        """
         end = choice.end
         if end.reason in _INCOMPLETE_REASONS or end.stop_string is not None:
             return ""
         calls: dict[int, tuple[str, list[str]]] = {}
+        pieces: list[str] = []
+        has_reasoning = False
         for delta in choice.deltas:
             match delta:
                 case CallStart(index, name):
                     calls[index] = (name, [])
                 case CallArguments(index, piece):
                     calls[index][1].append(piece)
+                case Content(piece):
+                    pieces.append(piece)
+                case Reasoning():
+                    has_reasoning = True
         if calls:
-            return self._calls_problem({n: (name, "".join(a)) for n, (name, a) in calls.items()})
+            whole = {n: (name, "".join(arguments)) for n, (name, arguments) in calls.items()}
+            return self._calls_problem(whole, is_late)
         if self.plan is not None and self.plan.is_forced:
             return "the response has no tool call"
-        if self.guided is not None and not _matches(self.guided, text):
-            return "the response does not match the constraint of the request"
-        return ""
+        if self.guided is None:
+            return ""
+        texts = self._constrained_texts("".join(pieces)[echo_chars:], has_reasoning=has_reasoning)
+        if any(_matches(self.guided, text, is_late) for text in texts):
+            return ""
+        return "the response does not match the constraint of the request"
 
-    def _calls_problem(self, calls: Mapping[int, tuple[str, str]]) -> str:
+    def _constrained_texts(self, content: str, *, has_reasoning: bool) -> Iterable[str]:
+        """Yields the texts to which the engine may have applied the constraint: one must match."""
+        yield content
+        if self.reasoning_end and self.reasoning_end in content:
+            # The constraint excludes reasoning, so the parser expected none.
+            _, _, answer = content.partition(self.reasoning_end)
+            yield answer
+            yield answer.lstrip()
+        elif has_reasoning:
+            for space in _DROPPED_SPACES:
+                yield space + content
+
+    def _calls_problem(
+        self, calls: Mapping[int, tuple[str, str]], is_late: Callable[[], bool]
+    ) -> str:
         """Only the schema of a strict function is enforced for certain."""
         plan = self.plan
         if plan is None:
@@ -69,12 +108,12 @@ class ResponseForm:
             if not (plan.is_forced or is_strict):
                 continue
             schema = function.schema if function is not None and is_strict else ANY_OBJECT
-            if not _matches(GuidedDecoding(json=dict(schema)), arguments):
+            if not _matches(GuidedDecoding(json=dict(schema)), arguments, is_late):
                 return f"the arguments of the call of {name!r} do not match its parameters"
         return ""
 
 
-def _matches(guided: GuidedDecoding, text: str) -> bool:
+def _matches(guided: GuidedDecoding, text: str, is_late: Callable[[], bool]) -> bool:
     texts = [text]
     if guided.json is not None:
         try:
@@ -83,16 +122,20 @@ def _matches(guided: GuidedDecoding, text: str) -> bool:
         except (ValueError, RecursionError):
             return False
     try:
-        return any(matches_constraint(guided, form) for form in texts)
+        return any(matches_constraint(guided, form, is_late) for form in texts)
     except ConstraintError:
         return True  # nothing is known
 
 
 def form_of(
-    request: PreprocessedRequest, plan: ToolPlan | None, *, has_stop_tokens: bool
+    request: PreprocessedRequest,
+    plan: ToolPlan | None,
+    *,
+    has_stop_tokens: bool,
+    reasoning_end: str = "",
 ) -> ResponseForm | None:
     """Returns the form of a response; None if it may have any. has_stop_tokens: whether the client
-    names tokens that end it before it is complete."""
+    names tokens that end it before it is complete. reasoning_end: of ResponseForm."""
     guided = request.sampling_options.guided_decoding
     if guided is not None and (guided.best_effort or guided.structural_tag is not None):
         guided = None
@@ -101,4 +144,4 @@ def form_of(
     )
     if has_stop_tokens or (guided is None and not needs_calls):
         return None
-    return ResponseForm(guided, plan if needs_calls else None)
+    return ResponseForm(guided, plan if needs_calls else None, reasoning_end)

@@ -29,9 +29,18 @@ from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.types import RequestOutcome
-from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, ChoiceSink, RecordedFormat
+from frontend_svc.text.api_format import (
+    ApiFormat,
+    ChoiceRecorder,
+    ChoiceResult,
+    ChoiceSink,
+    RecordedFormat,
+)
 from frontend_svc.text.choice import Choice
 
+# Processor time of the check of a choice's form, and time to wait for it.
+FORM_CPU_S = 2.0
+FORM_WAIT_S = 10.0
 # Of a response that is behind, written before others are served: 1 to 2 ms of work.
 PART_TOKENS = 256
 
@@ -56,7 +65,6 @@ class ResponseWriter:
     keep_alive_s: pause before a comment is sent.
     backlog: of this process.
     form: of the response; None: any.
-    check_s: time limit of the check of a choice's form.
     """
 
     def __init__(
@@ -66,10 +74,8 @@ class ResponseWriter:
         keep_alive_s: float,
         backlog: Backlog,
         form: ResponseForm | None = None,
-        check_s: float = 0.0,
     ) -> None:
         self._form = form
-        self._check_s = check_s
         self._context = context
         self._choices = choices
         self._reader = choices[0].buffer.reader
@@ -174,13 +180,12 @@ class ResponseWriter:
             if not open_choice.is_finished or open_choice.is_checked or self._error is not None:
                 continue
             open_choice.is_checked = True
-            recorded = open_choice.choice.recorded
-            raw = "" if recorded is None else recorded.text()
+            echo_chars = len(open_choice.choice.echo)
             try:
-                async with asyncio.timeout(self._check_s):
-                    problem = await asyncio.to_thread(self._form.problem, result, raw)
-            except TimeoutError:
-                problem = f"its form was not checked within {self._check_s:g} s"
+                async with asyncio.timeout(FORM_WAIT_S):
+                    problem = await asyncio.to_thread(_form_problem, self._form, result, echo_chars)
+            except TimeoutError:  # the processor is busy; the engine has enforced the form
+                problem = ""
             if problem:
                 text = f"invalid output of the engine: {problem}"
                 self._error = InternalError(text, reason=INVALID_OUTPUT)
@@ -260,6 +265,12 @@ class ResponseWriter:
             outcomes.append(replace(open_choice.buffer.outcome, usage=usage))
         usage = merge_outcomes(outcomes, self._context.progress.choices_per_prompt).usage
         return _permitted(self._context, usage)
+
+
+def _form_problem(form: ResponseForm, result: ChoiceResult, echo_chars: int) -> str:
+    """Runs the check of a form for FORM_CPU_S of this thread at most."""
+    end_s = time.thread_time() + FORM_CPU_S
+    return form.problem(result, lambda: time.thread_time() >= end_s, echo_chars)
 
 
 def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:

@@ -17,7 +17,7 @@ from frontend_svc.text.api_format import (
     OpenAIFinishReason,
     TokenText,
 )
-from frontend_svc.text.output_text import RecordedText, TextStream
+from frontend_svc.text.output_text import TextStream
 from frontend_svc.text.token_queue import TokenQueue
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import Content, Delta, Reasoning
@@ -42,7 +42,6 @@ class Choice:
 
     - parser: None if the whole text is content.
     - echo: text that is written first.
-    - recorded: receives the text; None: it is not needed.
     - token_bytes: returns the bytes of an id, for log probabilities; None: the client requested
       none.
     - counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
@@ -58,13 +57,11 @@ class Choice:
         echo: str = "",
         token_bytes: Callable[[int], bytes] | None = None,
         counts: list[int] | None = None,
-        recorded: RecordedText | None = None,
     ) -> None:
         self._index = index
-        self._echo = echo
+        self.echo = echo
         # Characters of the prompt in the text.
         self._echoed = 0
-        self.recorded = recorded
         self._text = text
         self._parser = parser
         self._token_bytes = token_bytes
@@ -88,7 +85,7 @@ class Choice:
         """Writes what comes before the first token."""
         if self._prompt is not None:
             return b""
-        return sink.text(self._index, [self._echo]) if self._echo else b""
+        return sink.text(self._index, [self.echo]) if self.echo else b""
 
     def write_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], sink: ChoiceSink
@@ -168,8 +165,8 @@ class Choice:
         arrived, or none can arrive any more."""
         if not (prompt.is_complete or is_end):
             return b""
-        self._prompt, self._echoed = None, len(self._echo)
-        deltas = [Content(self._echo)] if self._echo else []
+        self._prompt, self._echoed = None, len(self.echo)
+        deltas = [Content(self.echo)] if self.echo else []
         events = sink.output(self._index, deltas, self._prompt_entries(prompt))
         held, self._held = self._held, []
         return events + b"".join([self._write_token(*token, sink) for token in held])
