@@ -16,7 +16,8 @@ Accepted, because they cannot change the response
                cache_control (prefixes are cached automatically), metadata, service_tier,
                tools[].eager_input_streaming, signature of thinking blocks
 Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if other tools remain
-               tools of `HOSTED_TOOLS`: the vendor's servers run them, and no answer need use them
+               tools of `ANTHROPIC_HOSTED_TOOLS`: the vendor's servers run them, and no answer need
+               use them
 Accepted with a value that has no effect, else refused by name
                speed (standard), citations ([]), caller and
                tools[].allowed_callers (direct),
@@ -36,6 +37,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
+    ANTHROPIC_HOSTED_TOOLS,
+    HOSTED,
     LIST,
     MESSAGES_MAX,
     MODEL_CHARS_MAX,
@@ -53,6 +56,7 @@ from frontend_svc.openai.body.fields import (
     UnsupportedField,
     refuse,
     text_or_list,
+    tool_tag,
     unsupported,
     wrong_type,
 )
@@ -60,8 +64,6 @@ from frontend_svc.openai.body.fields import (
 THINKING_TOKENS_MIN = 1024
 _BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 _OTHER_BLOCK = "\0block"
-# Tools that Anthropic's own servers run: the start of their type.
-HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_tool_")
 _NO_TOOLSETS = "only tools of the request are available"
 
 # Any: its content has no effect.
@@ -86,7 +88,7 @@ def _result_tag(value: object) -> str:
 
 def _tool_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return "\0hosted" if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS) else OBJECT
+    return tool_tag(kind, ANTHROPIC_HOSTED_TOOLS)
 
 
 def _refuse_block_type(value: object) -> NoReturn:
@@ -255,13 +257,13 @@ class CustomTool(StrictModel):
 
 
 class ServerTool(HostedTool):
-    """A tool of HOSTED_TOOLS."""
+    """A tool of ANTHROPIC_HOSTED_TOOLS."""
 
     name: ToolName
 
 
 RequestedTool: TypeAlias = Annotated[
-    Annotated[CustomTool, Tag(OBJECT)] | Annotated[ServerTool, Tag("\0hosted")],
+    Annotated[CustomTool, Tag(OBJECT)] | Annotated[ServerTool, Tag(HOSTED)],
     Discriminator(_tool_tag),
 ]
 

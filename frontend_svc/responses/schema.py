@@ -15,7 +15,7 @@ Accepted, because they cannot change the response
   id, status and phase of items, logprobs of parts, tools[].defer_loading (all functions are in the
   prompt), and `CallerFields` of `openai/body/ignored.py`
 Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if other tools remain
-  tools of `HOSTED_TOOLS`: the vendor's own server runs them, and no answer need use them
+  tools of `OPENAI_HOSTED_TOOLS`: the vendor's own server runs them, and no answer need use them
 Accepted with a value that has no effect, else refused by name
   include (only reasoning.encrypted_content: reasoning items contain their text, so that clients may
   send them back), background (false), truncation (disabled), service_tier (auto, default),
@@ -36,10 +36,12 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from frontend_svc.openai.body.fields import (
+    HOSTED,
     LIST,
     MESSAGES_MAX,
     MODEL_CHARS_MAX,
     OBJECT,
+    OPENAI_HOSTED_TOOLS,
     PARTS_MAX,
     TEXT,
     TOOLS_MAX,
@@ -53,20 +55,18 @@ from frontend_svc.openai.body.fields import (
     refuse,
     text_or_list,
     text_or_object,
+    tool_tag,
     unsupported,
     wrong_type,
 )
 from frontend_svc.openai.body.ignored import CallerFields
 from frontend_svc.openai.body.nvext import Nvext
 
-# Tools that a server of the vendor runs, without data of the caller: the start of their type. Some
-# agents send them with each request.
-HOSTED_TOOLS = ("web_search", "image_generation", "tool_search")
 RESPONSE_ID_CHARS_MAX = 128
 _PART_TYPES = ("input_text", "output_text")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _OTHER_ITEM = "\0item"
-_NAMESPACE, _HOSTED = "\0namespace", "\0hosted"
+_NAMESPACE = "\0namespace"
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"] | None
@@ -91,9 +91,7 @@ def _check_function_type(value: object) -> object:
 
 def _tool_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind == "namespace":
-        return _NAMESPACE
-    return _HOSTED if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS) else OBJECT
+    return _NAMESPACE if kind == "namespace" else tool_tag(kind, OPENAI_HOSTED_TOOLS)
 
 
 def _check_include(value: object) -> object:
@@ -252,7 +250,7 @@ class NamespaceTool(StrictModel):
 RequestedTool: TypeAlias = Annotated[
     Annotated[FunctionTool, Tag(OBJECT)]
     | Annotated[NamespaceTool, Tag(_NAMESPACE)]
-    | Annotated[HostedTool, Tag(_HOSTED)],
+    | Annotated[HostedTool, Tag(HOSTED)],
     Discriminator(_tool_tag),
 ]
 

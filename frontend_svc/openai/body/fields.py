@@ -220,6 +220,19 @@ class StrictModel(BaseModel):
         return value
 
 
+# Tools that a server of the vendor runs, without data of the caller: the start of their type. Some
+# agents send them with each request.
+OPENAI_HOSTED_TOOLS = ("web_search", "image_generation", "tool_search")
+ANTHROPIC_HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_tool_")
+HOSTED = "\0hosted"
+
+
+def tool_tag(kind: object, hosted: tuple[str, ...]) -> str:
+    """Returns the tag of a tool by its type: HOSTED if that begins as one of `hosted`, else
+    OBJECT."""
+    return HOSTED if isinstance(kind, str) and kind.startswith(hosted) else OBJECT
+
+
 class HostedTool(StrictModel):
     """A tool that a server of the vendor runs, with any settings. A response header names its type
     if it is left out."""
