@@ -24,6 +24,11 @@ from meshctl.usage import Group, describe
 COMMANDS = {
     "up": "start a mesh on this host and keep it running",
     "status": "show members, health, load and KV use",
+    "top": "show load and traffic, refreshed each second",
+    "chat": "send messages to a model",
+    "explain": "show why a router chose the worker of a request",
+    "trace": "show where the time of a request went",
+    "logs": "show the logs of the services of `up`",
     "doctor": "find what is wrong with a mesh and this host, and what to do",
     "health": "request the health of a gRPC port",
     "keys": "create, list, revoke and rotate the API keys of clients",
