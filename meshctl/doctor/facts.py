@@ -217,6 +217,15 @@ class MemberFacts:
     clock_error_s: float = 0.0
     """Largest error of this difference: half of the round trip."""
 
+    is_routable: bool | None = None
+    """Whether its peers send it work; None: unknown, as of earlier versions."""
+
+    missing_peers: tuple[str, ...] = ()
+    """Peers that have not acknowledged it, with their reasons, and for which it waits."""
+
+    given_up_peers: tuple[str, ...] = ()
+    """Those for which it does not wait any more: they do not respond."""
+
     engine_failure: str = ""
     """Of a worker: why its probes fail."""
 

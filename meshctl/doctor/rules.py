@@ -134,6 +134,19 @@ RULES = {
             "read its log; if the state lasts, restart {name}",
         ),
         Rule(
+            "member_not_routable",
+            _ERROR,
+            "peers have not acknowledged a member: they send it no work yet",
+            "remove the reasons that it names; a peer that does not respond is given up after"
+            " --routable-limit-s",
+        ),
+        Rule(
+            "peer_given_up",
+            _WARNING,
+            "a peer never acknowledged a member, which serves without it",
+            "see the findings of that peer; restart it if it does not respond",
+        ),
+        Rule(
             "engine_failing",
             _ERROR,
             "the engine of a worker fails its probes; frontends send it no requests",

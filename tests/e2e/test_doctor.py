@@ -122,19 +122,28 @@ def test_a_healthy_mesh_has_no_errors_and_status_0(mesh: Mesh) -> None:
     assert report.one("python")["severity"] == "note"
 
 
-def test_a_stopped_frontend_is_named_and_delays_doctor_by_no_more_than_the_limit(
+def test_a_stopped_frontend_is_named_also_as_the_peer_that_never_acknowledges(
     mesh: Mesh,
 ) -> None:
     frontend = mesh.frontend
     frontend.send(signal.SIGSTOP)
     try:
         report = examine(mesh.folder)
+        worker = mesh.spawn("worker", "--routable-limit-s=3", "--stable-name=new").wait_ready()
+        waiting = examine(mesh.folder).one("member_not_routable")
+        given_up = wait_for(
+            lambda: examine(mesh.folder).of("peer_given_up"), "the worker waits no longer"
+        )[0]
     finally:
         frontend.send(signal.SIGCONT)
+        worker.close()
     found = report.one("member_stopped")
     assert named(found) == subject_of(frontend)
     assert f"kill -CONT {frontend.pid}" in found["remedy"]
     assert report.status == 1
+    assert named(waiting) == named(given_up) == subject_of(worker)
+    for finding in (waiting, given_up):
+        assert f"frontend {frontend.instance_id}" in finding["found"]
     wait_for(lambda: not examine(mesh.folder).errors(), "it runs again")
 
 
@@ -323,7 +332,7 @@ def test_tokens_and_certificates_that_do_not_fit_are_named(tmp_path: Path) -> No
 
         no_token = examine(folder, **{**operator, "mesh_token": None})
         refusing = {named(found) for found in no_token.of("member_refuses")}
-        assert refusing == {subject_of(mesh.router), subject_of(mesh.workers[0])}
+        assert refusing == {subject_of(service) for service in mesh.services}
         assert "KVMESH_MESH_TOKEN" in no_token.of("member_refuses")[0]["remedy"]
 
         authority.issue("router", days=-1)

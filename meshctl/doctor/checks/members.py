@@ -61,9 +61,15 @@ def _member_problems(member: MemberFacts, facts: Facts) -> Iterator[Finding]:
         is_late = member.health == "deadline_exceeded"
         text = f"{instance.address} did not answer{limit}" if is_late else f"no answer{detail}"
         yield finding("member_silent", subject, text, address=instance.address)
-    elif member.health not in (SERVING, UNKNOWN):
+    elif member.missing_peers and not member.is_routable:
+        text = f"it waits for {'; '.join(member.missing_peers)}"
+        yield finding("member_not_routable", subject, text)
+    elif member.health not in (SERVING, UNKNOWN) and not member.engine_failure:
         text = f"its health is {member.health}{detail}"
         yield finding("member_not_serving", subject, text, name=subject.name)
+    if member.given_up_peers:
+        text = f"it does not wait any more for {'; '.join(member.given_up_peers)}"
+        yield finding("peer_given_up", subject, text)
     if member.engine_failure:
         yield finding("engine_failing", subject, member.engine_failure, name=subject.name)
 

@@ -14,6 +14,7 @@ from common.errors import MeshError
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.interceptors import TIME_KEY
+from common.service.routable.service import read_routable
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
@@ -31,6 +32,7 @@ async def read_member(instance: Instance, security: rpc.Security, limit_s: float
         if member.health not in ("serving", "not_serving"):
             return member
         try:
+            member = await _read_routable(member, channel, limit_s)
             match instance.service:
                 case "worker":
                     return await _read_worker(member, channel, limit_s)
@@ -68,6 +70,20 @@ async def _read_health(instance: Instance, channel: rpc.MeshChannel, limit_s: fl
         ahead_s = int(trailing[TIME_KEY]) / 1000 - (before_s + after_s) / 2
     return MemberFacts(
         instance, status, clock_ahead_s=ahead_s, clock_error_s=(after_s - before_s) / 2
+    )
+
+
+async def _read_routable(
+    member: MemberFacts, channel: rpc.MeshChannel, limit_s: float
+) -> MemberFacts:
+    routable = await read_routable(channel, timeout_s=limit_s)
+    if routable is None:
+        return member
+    return replace(
+        member,
+        is_routable=routable.is_routable,
+        missing_peers=tuple(map(str, routable.missing)),
+        given_up_peers=tuple(map(str, routable.given_up)),
     )
 
 

@@ -174,6 +174,21 @@ CASES: list[tuple[str, Facts, str]] = [
         "without a mesh token",
     ),
     ("member_not_serving", with_member(ROUTER, health="not_serving"), "not_serving"),
+    (
+        "member_not_routable",
+        with_member(
+            WORKER,
+            health="not_serving",
+            is_routable=False,
+            missing_peers=("router router-2: not in the fleet",),
+        ),
+        "router router-2: not in the fleet",
+    ),
+    (
+        "peer_given_up",
+        with_member(WORKER, is_routable=True, given_up_peers=("frontend 5: no response",)),
+        "frontend 5",
+    ),
     ("engine_failing", with_member(WORKER, engine_failure="CUDA error"), "CUDA error"),
     (
         "frontend_not_ready",
