@@ -54,7 +54,7 @@ def _replica_problems(router: MemberFacts, publishers: Mapping[int, Instance]) -
         if state.state == "none" and state.reason.startswith("no index: "):
             continue  # By its settings.
         text = (
-            f"its index of worker {worker.stable_name or worker.id} is {state.state}:"
+            f"its index of worker {_name(worker)} is {state.state}:"
             f" {state.reason or 'no reason given'}"
         )
         yield finding("index_not_followed", member_subject(router.instance), text)
@@ -68,12 +68,12 @@ def check_indexers(facts: Facts) -> Iterator[Finding]:
         subject = member_subject(member.instance)
         indexed = {state.worker_id for state in member.indexer.ranks}
         for worker_id in publishers.keys() - indexed:
-            name = publishers[worker_id].stable_name or str(worker_id)
+            name = _name(publishers[worker_id])
             yield finding("index_source_missing", subject, f"worker {name}", name=name)
         for state in member.indexer.ranks:
             if state.worker_id not in publishers or state.state == EXACT:
                 continue
-            name = publishers[state.worker_id].stable_name or str(state.worker_id)
+            name = _name(publishers[state.worker_id])
             rule = "index_degraded" if state.state == DEGRADED else "index_source_inexact"
             text = f"rank {state.rank} of worker {name} is {state.state}: {state.reason}"
             yield finding(rule, subject, text, name=name)
@@ -88,7 +88,7 @@ def check_verified(facts: Facts) -> Iterator[Finding]:
     for member in facts.of("indexer"):
         for row in member.indexer.verified if member.indexer else ():
             worker = workers.get(row.worker_id)
-            name = worker.stable_name if worker and worker.stable_name else str(row.worker_id)
+            name = _name(worker) if worker else str(row.worker_id)
             subject = member_subject(member.instance)
             rank = f"rank {row.rank} of worker {name}"
             if row.error:

@@ -15,7 +15,7 @@ from common.runtime.config import PREFIX, ServiceConfig
 from meshctl.doctor.collect.certificates import read_certificates, read_presented
 from meshctl.doctor.collect.frontends import read_frontend
 from meshctl.doctor.collect.host import is_local, read_folder, read_host, read_secret_file
-from meshctl.doctor.collect.members import read_member
+from meshctl.doctor.collect.members import has_settled_index, read_member
 from meshctl.doctor.collect.processes import find_listeners, read_process
 from meshctl.doctor.collect.registry import read_registry
 from meshctl.doctor.collect.settings import (
@@ -39,6 +39,7 @@ from meshctl.doctor.facts import (
 )
 
 DEFAULT_HTTP_PORT = 8000
+INDEX_SETTLES_S = 1.0
 
 
 async def collect(
@@ -58,6 +59,14 @@ async def collect(
         asyncio.to_thread(_find_processes, instances),
         asyncio.gather(*(_read_member(i, security, limits.answer_s) for i in instances)),
     )
+    if unsettled := [member for member in answers if not has_settled_index(member)]:
+        # A member that has just started, or left, changes the index for a moment.
+        await asyncio.sleep(INDEX_SETTLES_S)
+        again = await asyncio.gather(
+            *(_read_member(m.instance, security, limits.answer_s) for m in unsettled)
+        )
+        newest = {member.instance.id: member for member in again}
+        answers = [newest.get(member.instance.id, member) for member in answers]
     members = [replace(m, process=processes.get(m.instance.id)) for m in answers]
     planned = of_environment(environ)
     sources = [of_config(config), *planned, *map(of_process, processes.values())]
@@ -85,7 +94,7 @@ async def _read_member(instance: Instance, security: rpc.Security, limit_s: floa
     if not instance.http_address:
         return await read_member(instance, security, limit_s)
     member, frontend = await asyncio.gather(
-        read_member(instance, security, limit_s), read_frontend(instance.http_address, limit_s)
+        read_member(instance, security, limit_s), read_frontend(instance, limit_s)
     )
     return replace(member, frontend=frontend)
 

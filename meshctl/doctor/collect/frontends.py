@@ -6,20 +6,25 @@ import asyncio
 
 import httpx
 
+from common.registry.instances import HTTP_META_KEY, Instance
 from meshctl.doctor.facts import FrontendFacts
 
 
-async def read_frontend(address: str, limit_s: float) -> FrontendFacts:
+async def read_frontend(instance: Instance, limit_s: float) -> FrontendFacts:
     """Returns the response of `/ready`, which needs no key.
 
     With TLS, the certificate is not checked here: a check of certificates reports it.
     """
+    address = instance.http_address
+    own_url = instance.meta.get(HTTP_META_KEY)
+    # Earlier versions do not advertise the scheme.
+    urls = [own_url] if own_url else [f"http://{address}", f"https://{address}"]
     async with httpx.AsyncClient(verify=False, trust_env=False) as http:
         error = ""
-        for scheme in ("http", "https"):
+        for url in urls:
             try:
                 async with asyncio.timeout(limit_s):
-                    response = await http.get(f"{scheme}://{address}/ready", timeout=limit_s)
+                    response = await http.get(f"{url}/ready", timeout=limit_s)
             except (TimeoutError, httpx.TimeoutException):
                 return FrontendFacts(error=f"no response within {limit_s:g} s")
             except httpx.HTTPError as raised:

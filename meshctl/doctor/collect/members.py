@@ -24,6 +24,10 @@ from meshctl.doctor.facts import IndexerFacts, MemberFacts, RankState, VerifiedR
 CONCURRENT_VERIFIES_MAX = 8
 
 
+# States of ranks that change only by themselves if something is wrong.
+_SETTLED = ("exact", "degraded", "approx")
+
+
 async def read_member(instance: Instance, security: rpc.Security, limit_s: float) -> MemberFacts:
     """Returns what a member answers. Its health first: the questions of its service follow only if
     it answers."""
@@ -52,6 +56,16 @@ _CODES = {
     "DeadlineExceeded": "deadline_exceeded",
     "Unavailable": "unavailable",
 }
+
+
+def has_settled_index(member: MemberFacts) -> bool:
+    """Returns whether the index of a router or an indexer has no rank that is about to change."""
+    indexer = member.indexer
+    ranks = member.ranks or (indexer.ranks if indexer else ())
+    differs = (
+        any(row.extra or row.missing or row.error for row in indexer.verified) if indexer else False
+    )
+    return not differs and all(state.state in _SETTLED for state in ranks)
 
 
 async def _read_health(instance: Instance, channel: rpc.MeshChannel, limit_s: float) -> MemberFacts:
