@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ from frontend_svc.metrics.collectors import (
     ModelConfigCollector,
     RecordCollector,
     ResilienceCollector,
+    WaitCollector,
 )
 from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models import tokenizer_files
@@ -111,6 +113,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             mesh_key=config.mesh_key.encode(),
             open_artifact=grpc_artifact_opener(self._security),
             trials=self._trials,
+            configured=config.configured_models,
         )
         loop = asyncio.get_running_loop()
         self._stall_clock = StallClock(loop.time())
@@ -140,15 +143,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             worker_wait_s=config.worker_wait_s,
         )
         self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
-        self._stored_responses: StoredResponses | None = None
-        if config.response_store_mb:
-            self._stored_responses = StoredResponses(
-                self.instance_id,
-                ResponseStore(config.response_store_mb << 20, config.response_ttl_s),
-                self._members,
-                loop.time,
-                self._security,
-            )
+        self._stored_responses = self._make_response_store()
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
         self._hit_monitor = HitMonitor(loop.time, config.kv_drift_max)
@@ -158,6 +153,18 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._lifecycle: Lifecycle | None = None
         self._certificates = _http_certificates(config)
         self.http_address = ""
+
+    def _make_response_store(self) -> StoredResponses | None:
+        config = self._config
+        if not config.response_store_mb:
+            return None
+        return StoredResponses(
+            self.instance_id,
+            ResponseStore(config.response_store_mb << 20, config.response_ttl_s),
+            self._members,
+            asyncio.get_running_loop().time,
+            self._security,
+        )
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         self._lifecycle = lifecycle
@@ -221,6 +228,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
+        metrics.register(WaitCollector(self._awaiting_worker, prefix))
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._records.counts, prefix))
         add_process_metrics(metrics)
@@ -298,7 +306,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._http.should_exit = True
             done, _ = await asyncio.wait([self._http_task], timeout=grace_s)
             if not done:
-                aborted = self.gateway.abort_all(Unavailable("this frontend is shutting down", 1.0))
+                shutdown = Unavailable("this frontend is shutting down", 1.0)
+                aborted = self.gateway.abort_all(shutdown)
+                self._models.waits.abort_all(shutdown)
                 await asyncio.wait([self._http_task], timeout=FINAL_WRITE_TIMEOUT_S)
         return [*aborted, *await rpc.stop(self._server, 0.5, self._calls)]
 
@@ -361,10 +371,16 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._router.unrouted,
             migrations.computing,
             migrations.waiting,
-            len(self.gateway.worker_waits),
+            sum(self._awaiting_worker().values()),
             len(self._engines.exclusion_reasons()),
             self.routable.is_routable,
         )
+
+    def _awaiting_worker(self) -> Counter[str]:
+        """Returns the number of requests that wait for a worker of each model."""
+        counts = Counter(self._models.awaiting)
+        counts.update(self.gateway.worker_waits.counts())
+        return counts
 
     def _readiness(self) -> Readiness:
         return assess_readiness(

@@ -60,6 +60,9 @@ class FrontendConfig(ServiceConfig):
     worker_wait_s: NonNegativeFloat = 30.0
     """Seconds for which a request waits while no worker of its model can serve it, within
     request_timeout_s. 0: it fails at once. Should exceed the restart of a worker."""
+    configured_models: Names = ()
+    """Models that this mesh is to serve. While no worker of one is registered, its requests wait
+    for worker_wait_s, then they are a 503 instead of a 404, and /ready names it."""
     body_limit_mb: PositiveInt = 45
     """Largest request body in MB. Raise it for very long prompts."""
     requests_max: PositiveInt = 8192

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
 from common.service.routable.peers import Routable
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.catalog import NOT_REGISTERED, ModelCatalog
 from frontend_svc.models.routable import missing_pair_role, missing_role
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.workers.client import EngineClient
@@ -46,11 +46,12 @@ def assess_readiness(
     has all the workers that it needs."""
     reasons = ["draining"] if is_draining else []
     if not models.names():
-        reasons.append("no model is served: no worker is registered")
+        reasons.append(f"no model is served: {NOT_REGISTERED}")
     missing = {
         name: reason for name in models.names() if (reason := missing_role(models.workers(name)))
     }
-    reasons += [f"model {name}: {reason}" for name, reason in missing.items()]
+    absent = models.absent
+    reasons += [f"model {name}: {reason}" for name, reason in {**absent, **missing}.items()]
     reasons += map(str, routable.missing)
     is_serving = bool(models.names() - missing.keys())
     degraded = _degraded_reasons(models, router, engines, hit_monitor)
@@ -59,6 +60,7 @@ def assess_readiness(
         reasons=tuple(reasons),
         degraded=(*degraded, *(f"not waited for: {peer}" for peer in routable.given_up)),
         models_not_ready={
+            **absent,
             **dict.fromkeys(models.loading, "the card is loading"),
             **models.not_ready,
             **missing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.errors import RequestCancelled
+from common.errors import RequestCancelled, Unavailable
 from common.request.embedding import Vector, check_dimensions, shorten
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.access.permissions import check_permissions
@@ -50,7 +50,10 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
     async def serve(self, context: HttpRequest, body: EmbeddingBody, meter: RequestMeter) -> None:
         request = body.request
-        model = self._models.get_for(request.model, "embeddings")
+        try:
+            model = self._models.get_for(request.model, "embeddings")
+        except Unavailable as error:
+            model = await self.await_model(context, request.model, "embeddings", error)
         card, dimensions = model.card, request.dimensions
         check_dimensions(dimensions, card.embedding_size, can_shorten=card.shorter_embeddings)
         inputs = await _tokenize(request, model)

@@ -20,6 +20,8 @@ from common.errors import (
     MeshError,
     Overloaded,
     RequestCancelled,
+    Unavailable,
+    Unsupported,
 )
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.request.placement import Query
@@ -51,6 +53,8 @@ from frontend_svc.errors import (
 )
 from frontend_svc.metrics.families import DeploymentState, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.model_watch import Table
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
@@ -266,6 +270,32 @@ class PostEndpoint(ABC, Generic[P]):
         )
         arrived_at, traceparent = asyncio.get_running_loop().time(), context.span.traceparent
         return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
+
+    async def await_model(
+        self, context: HttpRequest, name: str, table: Table, error: Unavailable
+    ) -> ServedModel:
+        """Returns a configured model as soon as a worker serves it. Raises Unavailable after
+        `worker_wait_s`; at once if the model is not configured.
+
+        - error: why the model is not served now.
+        """
+        models, loop = self._models, asyncio.get_running_loop()
+        watched = context.connection.watched
+        until = loop.time() + self._config.worker_wait_s
+        while models.is_configured(name) and loop.time() < until:
+            try:
+                await models.waits.next_change(models.resolve(name), until, watched)
+            except RequestCancelled:
+                if context.progress.meter is not None:
+                    context.progress.meter.mark_disconnected()
+                raise
+            try:
+                return models.get_for(name, table)
+            except Unavailable as latest:
+                error = latest
+            except Unsupported:  # Its worker takes bodies that pass through; this one was parsed.
+                break
+        raise error
 
     async def _fail(self, context: HttpRequest, error: MeshError) -> None:
         context.progress.error = error

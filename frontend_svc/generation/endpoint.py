@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from common.errors import Unavailable
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.access.permissions import check_permissions
 from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
@@ -110,7 +111,10 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         """Returns a body after all checks and tokenization. Raises MeshError with the field of the
         body."""
         table: Table = "chat" if isinstance(parsed, ChatRequest) else "completions"
-        model = self._models.get_for(parsed.model, table)
+        try:
+            model = self._models.get_for(parsed.model, table)
+        except Unavailable as error:
+            model = await self.await_model(context, parsed.model, table, error)
         templates = self._config.request_templates
         template = templates.get(model.name) or templates.get(model.base)
         body = with_defaults(parsed, template)

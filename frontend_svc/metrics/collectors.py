@@ -142,6 +142,23 @@ class CircuitCollector(Collector):
         yield family
 
 
+class WaitCollector(Collector):
+    """Requests that wait for a worker, by model. counts: of each configured model, and of others
+    for which requests wait."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]], prefix: str) -> None:
+        self._counts = counts
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeFamily]:
+        text = "Requests that wait because no worker of the model can serve them"
+        gauge = _Gauge("model_awaiting_worker_requests", text, Across.SUM)
+        family = gauge.family(self._prefix, ("model",))
+        for model, count in self._counts().items():
+            family.add_metric((model,), count)
+        yield family
+
+
 class ResilienceCollector(Collector):
     """What this frontend did to save requests. read_values: one value for each of METRICS."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -29,6 +29,7 @@ from frontend_svc.models.adapters import find_adapters, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.engine_options import refused_options
+from frontend_svc.models.model_waits import ModelWaits
 from frontend_svc.models.model_watch import (
     Action,
     Build,
@@ -49,6 +50,7 @@ from frontend_svc.models.tokenizer_files import PREPARE
 from frontend_svc.models.tokenizer_trials import TokenizerTrials
 
 NO_WORKER = "NO_WORKER"
+NOT_REGISTERED = "no worker is registered"
 # For this long after its last worker left, a model gets 503 instead of 404.
 RECENTLY_SERVED_S = 600.0
 # The builds of this many such models are kept: a returning worker is served at once.
@@ -89,6 +91,7 @@ class ModelCatalog:
     open_artifact: fetches artifacts that a card does not carry from a worker; by default over
     gRPC, without a token.
     trials: load the tokenizers of cards first; by default of its own.
+    configured: names that are Unavailable, and not unknown, while no worker is registered.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class ModelCatalog:
         mesh_key: bytes,
         open_artifact: OpenArtifact | None = None,
         trials: Trials | None = None,
+        configured: Iterable[str] = (),
     ) -> None:
         self._get_card = get_card
         self._now_s = now_s
@@ -127,7 +131,10 @@ class ModelCatalog:
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
         self._pass_through: Sequence[Engine] = ()
-        self._request_names = frozenset[str]()
+        self._configured = frozenset(configured)
+        self._request_names = self._configured
+        # Requests for configured models that are not served.
+        self.waits = ModelWaits()
         # (adapter, model) of adapters that cannot be requested -> reason.
         self.hidden: Mapping[tuple[str, str], str] = {}
 
@@ -152,6 +159,19 @@ class ModelCatalog:
         return ""
 
     @property
+    def absent(self) -> Mapping[str, str]:
+        """Configured models that no worker offers -> reason."""
+        offered = self.names() | self.loading | self.not_ready.keys()
+        missing = (n for n in sorted(self._configured) if self.resolve(n) not in offered)
+        return dict.fromkeys(missing, NOT_REGISTERED)
+
+    @property
+    def awaiting(self) -> Mapping[str, int]:
+        """Requests that wait for a model of which there is no card; 0 for other configured
+        models."""
+        return {**dict.fromkeys(self._configured, 0), **self.waits.counts()}
+
+    @property
     def aliases(self) -> Mapping[str, str]:
         """Alias -> model, of models that are served or were served recently."""
         return self._aliases
@@ -159,6 +179,10 @@ class ModelCatalog:
     def resolve(self, name: str) -> str:
         """Returns the name of the model that an alias stands for; any other name itself."""
         return self._aliases.get(name, name)
+
+    def is_configured(self, name: str) -> bool:
+        """Returns whether the configuration names a model or its alias."""
+        return name in self._configured or self.resolve(name) in self._configured
 
     def refused_options(self, name: str) -> frozenset[str]:
         """Returns the options that all workers of a model or an adapter refuse."""
@@ -235,7 +259,7 @@ class ModelCatalog:
         return frozenset(self._watch.served) | self._adapters.keys()
 
     def request_names(self) -> frozenset[str]:
-        """`names` and aliases."""
+        """`names`, aliases and configured models."""
         return self._request_names
 
     def workers(self, name: str) -> tuple[Instance, ...]:
@@ -283,6 +307,8 @@ class ModelCatalog:
             return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
         if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
             return no_worker_error(name)
+        if self.is_configured(name):
+            return Unavailable(f"{NOT_REGISTERED} for model {name!r}", 1.0, reason=NO_WORKER)
         return UnknownModel(name)
 
     def _record_removal(self, name: str) -> None:
@@ -347,7 +373,8 @@ class ModelCatalog:
         cards = {engine.card.name: engine.card for engine in engines if engine.card is not None}
         names = self.names()
         self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
-        self._request_names = names | self._aliases.keys()
+        self._request_names = names | self._aliases.keys() | self._configured
+        self.waits.wake()
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)

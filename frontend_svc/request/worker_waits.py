@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,8 +35,9 @@ class WorkerWaits:
         self._waits: dict[Waiter, _Wait] = {}
         self._is_ticking = False
 
-    def __len__(self) -> int:
-        return len(self._waits)
+    def counts(self) -> Counter[str]:
+        """Returns the number of waiting requests of each model that has any."""
+        return Counter(wait.model for wait in list(self._waits.values()))
 
     def add(self, waiter: Waiter, model: str, adapter: str, until: float) -> None:
         """Calls `waiter.worker_available` once: after a worker has joined or its circuit has
