@@ -38,6 +38,7 @@ from common.trials.trials import Trials
 from frontend_svc.access.keys import KeyFile, with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.acknowledgement import Acknowledgement
+from frontend_svc.canaries.monitor import CanaryMonitor
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
@@ -48,6 +49,7 @@ from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
 from frontend_svc.members import Members
 from frontend_svc.metrics.collectors import (
+    CanaryCollector,
     CircuitCollector,
     HitDriftCollector,
     ModelConfigCollector,
@@ -55,7 +57,7 @@ from frontend_svc.metrics.collectors import (
     ResilienceCollector,
     WaitCollector,
 )
-from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
+from frontend_svc.metrics.families import CanaryMetrics, DeploymentState, FrontendMetrics
 from frontend_svc.models import tokenizer_files
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
@@ -63,6 +65,7 @@ from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import Readiness, assess_readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
+from frontend_svc.request.ports import WorkerPort
 from frontend_svc.responses.store import ResponseStore
 from frontend_svc.responses.stored import (
     SERVICE_NAME,
@@ -132,27 +135,43 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             rng=self._rng,
             stalled_s=stalled_s,
         )
-        self.gateway = Gateway(
-            self._router,
-            self._engines,
-            self._members,
-            self._rng,
-            stalled_s=stalled_s,
-            silent_s=self._engines.silent_s,
-            request_failed=self._engines.request_failed,
-            worker_wait_s=config.worker_wait_s,
-        )
+        self._stalled_s = stalled_s
+        self.gateway = self._open_gateway(self._engines)
         self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
         self._stored_responses = self._make_response_store()
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
         self._hit_monitor = HitMonitor(loop.time, config.kv_drift_max)
+        self._canary_metrics = CanaryMetrics(config.metrics_prefix)
+        self._canaries = CanaryMonitor(
+            config,
+            self._models,
+            self._open_gateway,
+            self._engines,
+            lambda model: self.gateway.successes.pop(model, None),
+            self._canary_metrics,
+            self._rng,
+        )
+        self._canary_task: asyncio.Task[None] | None = None
         self._records = _open_records(config)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
         self._certificates = _http_certificates(config)
         self.http_address = ""
+
+    def _open_gateway(self, workers: WorkerPort) -> Gateway:
+        """Returns a gateway of its own to these workers, by the routers of this frontend."""
+        return Gateway(
+            self._router,
+            workers,
+            self._members,
+            self._rng,
+            stalled_s=self._stalled_s,
+            silent_s=self._engines.silent_s,
+            request_failed=self._engines.request_failed,
+            worker_wait_s=self._config.worker_wait_s,
+        )
 
     def _make_response_store(self) -> StoredResponses | None:
         config = self._config
@@ -186,6 +205,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         lifecycle.spawn(registry_watch, name="registry watch")
         lifecycle.spawn(self._watch_models(models_loaded), name="models")
         lifecycle.spawn(self._router.run(), name="router session")
+        if config.canary_interval_s:
+            self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MODEL_RETRY_INTERVAL_S):
                 await models_loaded.wait()
@@ -228,6 +249,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
         metrics.register(ResilienceCollector(self._resilience_values, prefix))
+        self._canary_metrics.register(metrics)
+        metrics.register(CanaryCollector(self._canary_values, prefix))
         metrics.register(WaitCollector(self._awaiting_worker, prefix))
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._records.counts, prefix))
@@ -302,6 +325,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new connections, waits for responses, aborts the rest with an error."""
         aborted: list[str] = []
+        if self._canary_task is not None:
+            self._canary_task.cancel()
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             done, _ = await asyncio.wait([self._http_task], timeout=grace_s)
@@ -376,6 +401,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self.routable.is_routable,
         )
 
+    def _canary_values(self) -> dict[str, tuple[bool, float | None]]:
+        return {
+            model: (result.failure is None, self._canaries.age_s(result))
+            for model, result in self._canaries.results.items()
+        }
+
     def _awaiting_worker(self) -> Counter[str]:
         """Returns the number of requests that wait for a worker of each model."""
         counts = Counter(self._models.awaiting)
@@ -389,6 +420,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._router,
             self._engines,
             self._hit_monitor,
+            self._canaries,
             self.routable,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )

@@ -60,6 +60,12 @@ class FrontendConfig(ServiceConfig):
     worker_wait_s: NonNegativeFloat = 30.0
     """Seconds for which a request waits while no worker of its model can serve it, within
     request_timeout_s. 0: it fails at once. Should exceed the restart of a worker."""
+    canary_interval_s: NonNegativeFloat = 10.0
+    """Mean seconds between two tests of a model by a request with one token of output. None is sent
+    while requests of clients succeed. 0: off."""
+    canary_timeout_s: Annotated[float, Field(ge=0.1)] = 15.0
+    """Seconds in which such a request must be served. Should exceed the recovery of a lost request
+    (10 s)."""
     configured_models: Names = ()
     """Models that this mesh is to serve. While no worker of one is registered, its requests wait
     for worker_wait_s, then they are a 503 instead of a 404, and /ready names it."""

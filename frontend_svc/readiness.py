@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
 from common.service.routable.peers import Routable
+from frontend_svc.canaries.monitor import CanaryMonitor, CanaryResult
 from frontend_svc.models.catalog import NOT_REGISTERED, ModelCatalog
 from frontend_svc.models.routable import missing_pair_role, missing_role
 from frontend_svc.routers.client import RouterClient
@@ -31,6 +32,9 @@ class Readiness:
 
     instances: tuple[Mapping[str, object], ...]
 
+    canaries: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Of this process: by model, the newest result."""
+
 
 def assess_readiness(
     snapshot: Snapshot,
@@ -38,12 +42,14 @@ def assess_readiness(
     router: RouterClient,
     engines: EngineClient,
     hit_monitor: HitMonitor,
+    canaries: CanaryMonitor,
     routable: Routable,
     *,
     is_draining: bool,
 ) -> Readiness:
     """Returns the readiness: ready if the frontend does not drain, waits for no peer and one model
-    has all the workers that it needs."""
+    has all the workers that it needs. A canary that fails is degraded service (ADR 0049): all
+    frontends may observe it, and a load balancer would remove all of them."""
     reasons = ["draining"] if is_draining else []
     if not models.names():
         reasons.append(f"no model is served: {NOT_REGISTERED}")
@@ -58,7 +64,11 @@ def assess_readiness(
     return Readiness(
         is_ready=is_serving and not (is_draining or routable.missing),
         reasons=tuple(reasons),
-        degraded=(*degraded, *(f"not waited for: {peer}" for peer in routable.given_up)),
+        degraded=(
+            *degraded,
+            *_canary_reasons(canaries, missing),
+            *(f"not waited for: {peer}" for peer in routable.given_up),
+        ),
         models_not_ready={
             **absent,
             **dict.fromkeys(models.loading, "the card is loading"),
@@ -66,6 +76,7 @@ def assess_readiness(
             **missing,
         },
         instances=tuple(map(_instance_summary, snapshot.instances.values())),
+        canaries={name: _canary_summary(canaries, r) for name, r in canaries.results.items()},
     )
 
 
@@ -82,6 +93,24 @@ def _degraded_reasons(
     yield from hit_monitor.degraded()
     for (name, model), reason in models.hidden.items():
         yield f"adapter {name!r} of {model} is not available: {reason}"
+
+
+def _canary_reasons(canaries: CanaryMonitor, missing: Container[str]) -> Iterator[str]:
+    """Yields the failures of canaries, except for models without the workers that they need."""
+    for name, result in canaries.results.items():
+        if result.failure is not None and name not in missing:
+            stage, reason = result.failure.stage, result.failure.reason
+            yield f"model {name}: its canary fails at stage {stage}: {reason}"
+
+
+def _canary_summary(canaries: CanaryMonitor, result: CanaryResult) -> dict[str, object]:
+    failure, age_s = result.failure, canaries.age_s(result)
+    return {
+        "status": "ok" if failure is None else "failing",
+        "stage": "" if failure is None else failure.stage,
+        "reason": "" if failure is None else failure.reason,
+        "age_s": None if age_s is None else round(age_s, 1),
+    }
 
 
 def _instance_summary(instance: Instance) -> dict[str, object]:

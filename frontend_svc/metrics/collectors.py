@@ -142,6 +142,29 @@ class CircuitCollector(Collector):
         yield family
 
 
+class CanaryCollector(Collector):
+    """The newest result of each model's canaries. read: by model, whether it was a success, and
+    the seconds since the last one; None if there was none."""
+
+    def __init__(
+        self, read: Callable[[], Mapping[str, tuple[bool, float | None]]], prefix: str
+    ) -> None:
+        self._read = read
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeFamily]:
+        text = "1 if the newest canary of the model was served"
+        success = _Gauge("canary_success", text, Across.MIN).family(self._prefix, ("model",))
+        text = "Time since a canary of the model was served"
+        age = _Gauge("canary_age_seconds", text, Across.MAX).family(self._prefix, ("model",))
+        for model, (is_success, age_s) in self._read().items():
+            success.add_metric((model,), float(is_success))
+            if age_s is not None:
+                age.add_metric((model,), age_s)
+        yield success
+        yield age
+
+
 class WaitCollector(Collector):
     """Requests that wait for a worker, by model. counts: of each configured model, and of others
     for which requests wait."""

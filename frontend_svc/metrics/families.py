@@ -259,6 +259,28 @@ class FrontendMetrics:
         self.failures, self.refused = cache(failures.labels), cache(refused.labels)
 
 
+class CanaryMetrics:
+    """Canaries of a frontend; `model` arguments are names of served models."""
+
+    def __init__(self, prefix: str = PREFIX) -> None:
+        failures = Counter(
+            f"{prefix}_canary_failures_total",
+            "Canaries that failed, by what they did not get",
+            ("model", "stage"),
+            registry=None,
+        )
+        durations = SingleThreadHistogram(
+            f"{prefix}_canary_duration_seconds",
+            "Time from the start to the end of a canary that was served",
+            log_buckets(0.001, 60, 16),
+        )
+        self.collectors: tuple[Collector, ...] = (failures, durations)
+        self.failures, self.durations = failures.labels, durations.labels
+
+    def register(self, registry: MetricsRegistry) -> None:
+        _register(registry, self.collectors)
+
+
 class RequestMeter(_Closing):
     """Counts one request in both families, from construction to `close`. Close it where the request
     is owned; see InflightGuard. `now` arguments are seconds of the clock of the

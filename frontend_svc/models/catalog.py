@@ -331,9 +331,13 @@ class ModelCatalog:
             if name not in recent or removed_at[name] <= cutoff_s:
                 del self._build_cache[name]
 
-    def _first_engines(self) -> Iterator[Engine]:
+    def served(self) -> Iterator[tuple[Table, Engine]]:
+        """Yields the engine of each served model in its first table; adapters have none."""
         for name in self._watch.names():
-            yield next(iter(self._watch.served[name].engines.values()))
+            yield next(iter(self._watch.served[name].engines.items()))
+
+    def _first_engines(self) -> Iterator[Engine]:
+        return (engine for _, engine in self.served())
 
     def _tokenized_models(self) -> dict[str, ServedModel]:
         return {

@@ -18,7 +18,7 @@ from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import WORKER_WAIT_S, MigrationLimiter, RetryBudget
-from frontend_svc.request.types import RequestPlan
+from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 
@@ -31,6 +31,7 @@ class Gateway:
     request_failed: counts a failed request against a worker; second argument: its peers.
     rng: also makes span ids.
     worker_wait_s: how long a request waits while its model has no worker.
+    successes: the last successful outcome of each model.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Gateway:
         self.worker_wait_s = worker_wait_s
         self.backlog = Backlog()
         self._loop = asyncio.get_running_loop()
+        self.successes: dict[str, RequestOutcome] = {}
         self._open: set[RequestHandle] = set()
 
     @property
@@ -75,8 +77,10 @@ class Gateway:
         handle.machine.start()
         return handle
 
-    def closed(self, handle: RequestHandle) -> None:
+    def closed(self, handle: RequestHandle, model: str, outcome: RequestOutcome) -> None:
         self._open.discard(handle)
+        if outcome.error is None:
+            self.successes[model] = outcome
 
     def abort_all(self, error: MeshError) -> list[str]:
         """Ends every open request with `error`; returns their ids."""

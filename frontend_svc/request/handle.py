@@ -45,7 +45,7 @@ class SharedParts(Protocol):
 
     def silent_s(self, worker_id: int, /) -> float: ...
 
-    def closed(self, handle: RequestHandle) -> None: ...
+    def closed(self, handle: RequestHandle, model: str, outcome: RequestOutcome) -> None: ...
 
 
 class RequestHandle:
@@ -209,7 +209,7 @@ class RequestHandle:
             self._timer.cancel()
         self._release_permit()
         self._gateway.worker_waits.discard(self)
-        self._gateway.closed(self)
+        self._gateway.closed(self, self._placement.query.model, outcome)
         self._sink.finished(outcome)
 
     def wake_at(self, at: float) -> None:

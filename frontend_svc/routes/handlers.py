@@ -55,6 +55,7 @@ class HealthHandlers:
                 "degraded": now.degraded,
                 "models": sorted(self._models.names() - now.models_not_ready.keys()),
                 "models_not_ready": dict(now.models_not_ready),
+                "canaries": now.canaries,
                 "instances": now.instances,
                 "build": build_name(),
             },
@@ -64,7 +65,12 @@ class HealthHandlers:
     async def ready(self, _: PlainRequest) -> PlainResponse:
         now = await self._combine(self._readiness())
         return _json_response(
-            {"ready": now.is_ready, "reasons": now.reasons, "degraded": now.degraded},
+            {
+                "ready": now.is_ready,
+                "reasons": now.reasons,
+                "degraded": now.degraded,
+                "canaries": now.canaries,
+            },
             200 if now.is_ready else 503,
         )
 

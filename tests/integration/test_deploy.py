@@ -249,7 +249,7 @@ def test_the_dashboard_is_what_its_script_writes() -> None:
 def test_queries_name_metrics_that_the_services_have() -> None:
     from prometheus_client import CollectorRegistry
 
-    from frontend_svc.metrics.collectors import CircuitCollector
+    from frontend_svc.metrics.collectors import CanaryCollector, CircuitCollector
     from frontend_svc.metrics.families import FrontendMetrics
     from router_svc.core.router import Router
     from router_svc.core.selectors import SELECTORS
@@ -262,6 +262,7 @@ def test_queries_name_metrics_that_the_services_have() -> None:
     for collector in FrontendMetrics().collectors:
         frontend.register(collector)
     frontend.register(CircuitCollector(lambda: {"failing": 0}, "kvmesh_frontend"))
+    frontend.register(CanaryCollector(lambda: {"m": (True, 0.0)}, "kvmesh_frontend"))
     registries = [
         frontend,
         RouterMetrics(Router(SELECTORS["least_loaded"]())).registry,

@@ -137,14 +137,15 @@ def pass_through(app: WorkerApp, model: str, model_type: str) -> Instance:
 async def local_mesh(
     connect: Callable[[], Registry] | None = None, **settings: Any
 ) -> AsyncIterator[LocalMesh]:
-    """A frontend. connect: opens the registry of the mesh; None: a new one in memory. settings: of
-    its configuration."""
+    """A frontend without canaries. connect: opens the registry of the mesh; None: a new one in
+    memory. settings: of its configuration."""
     if connect is None:
         store = MemoryStore()
 
         def connect() -> Registry:
             return MemoryRegistry(store)
 
+    settings = {"canary_interval_s": 0.0, **settings}
     config = FrontendConfig(registry="memory", http_port=0, **settings)
     frontend = FrontendApp(config, registry=connect())
     async with (

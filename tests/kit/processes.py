@@ -223,7 +223,8 @@ class Mesh:
     """Frontends, routers, indexers and workers. Use as a context manager.
 
     folder: empty; holds the registry and the logs. workers: count of aggregated workers.
-    prefill, decode: counts of workers with these roles. Flags are command-line flags of a service.
+    prefill, decode: counts of workers with these roles. Flags are command-line flags of a service;
+    frontends send no canaries without theirs, so that workers count the requests of the test.
     worker_module: Python module to run as a worker; empty: the worker service. trees: the sources
     from which the processes of a kind run, in turn; a kind without runs from this tree. named: the
     processes have stable names, those of their logs.
@@ -297,14 +298,19 @@ class Mesh:
         role = [f"--role={kind}"] if kind in ROLES else []
         registry = f"--registry-path={self._folder / 'registry'}"
         name = [f"--stable-name={kind}-{number}"] if self._is_named else []
+        source = trees[(number - 1) % len(trees)]
+        given = [registry, *self._flags[service_name], *role, *name, *flags]
+        has_canaries = any(flag.startswith("--canary-interval-s") for flag in given)
+        if kind == "frontend" and source == ROOT and not has_canaries:
+            given.append("--canary-interval-s=0")
         service = Service(
             service_name,
-            [registry, *self._flags[service_name], *role, *name, *flags],
+            given,
             self._folder,
             f"{kind}-{number}",
             kind=kind,
             module=self._modules.get(service_name, ""),
-            tree=trees[(number - 1) % len(trees)],
+            tree=source,
         )
         self.services.append(service)
         return service

@@ -1,0 +1,1 @@
+"""Requests by which a frontend tests that each model is served."""
