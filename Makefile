@@ -1,4 +1,4 @@
-PY ?= python3.11
+PY ?= $(or $(PYTHON),python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)/protos:$(CURDIR)
@@ -25,6 +25,9 @@ else
 RUN_NEEDS := $(VENV)/.runtime
 RUN := $(BIN)/meshctl up --sample --engine $(ENGINE)
 endif
+
+# Folders that tools leave beside what they read.
+CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills bombs skew setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
@@ -198,11 +201,13 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
 	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt
 
-clean: ## Remove environments, caches and state of past runs
-	rm -rf $(VENV) .venv-sglang $(CLIENTS) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out build
+clean: ## Remove all that the other targets create: environments, caches, state of past runs
+	rm -rf $(VENV) .venv-sglang $(CLIENTS) .venv-* .tools .run bench/bin bench/out
+	find . -name .git -prune -o -type d \( $(foreach name,$(CACHES),-name '$(name)' -o) -false \) -prune -exec rm -rf {} +
 
+# The versions that pyproject.toml names.
 $(BIN)/python:
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "KVMesh needs Python 3.11 or newer, and $(PY) is $$($(PY) --version 2>/dev/null || echo not found); name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PY) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "KVMesh needs Python 3.11, 3.12 or 3.13, and $(PY) is $$($(PY) --version 2>/dev/null || echo not found); name another one: make PY=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(LOCK_VENV) '[ -x $@ ] || $(PY) -m venv $(VENV)'
 
 # The environment finds the source folders, so that its commands need no PYTHONPATH.

@@ -19,6 +19,25 @@ README = (ROOT / "README.md").read_text()
 SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 WAIT_S = 60.0
+# Commands that a test below runs as written, by their first words.
+RUN_HERE = ("make run", "curl -N", "grpcurl -plaintext")
+# Commands that run elsewhere, with the place.
+RUN_ELSEWHERE = {
+    "make test": ".ci/run",
+    "make test-compiled": ".ci/run",
+    "make test-sglang": ".ci/run; it needs 9 GB of memory",
+    "make demo": "test_demo.py: it takes two minutes on a busy machine",
+}
+
+
+def test_each_block_of_the_readme_is_run_or_has_a_reason() -> None:
+    for block in SHELL:
+        is_here = block.startswith(RUN_HERE)
+        assert is_here != (block.strip() in RUN_ELSEWHERE), f"run this in a test:\n{block}"
+    assert {block.strip() for block in SHELL} >= set(RUN_ELSEWHERE)
+    assert len(PYTHON) == 1
+    fences = re.findall(r"^```(\w+)$", README, re.MULTILINE)
+    assert len(fences) == len(SHELL) + len(PYTHON), "a block of another language"
 
 
 def test_the_readme_names_make_run_and_the_commands_of_ci() -> None:
@@ -119,6 +138,48 @@ def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
         return text in shown
 
     wait_for(has_text, f"the output has {text!r}")
+
+
+@pytest.mark.slow
+def test_the_commands_that_start_one_service_run_as_written(tmp_path: Path) -> None:
+    (shell,) = re.findall(r"run `(\. \S+/activate; [^`]+)` in a new shell", README)
+    commands = re.findall(r"^\|.*\| `(python -m \w+_svc)` \|", README, re.MULTILINE)
+    assert len(commands) == 4
+    activate = ROOT / shell.split(";")[0].split()[1]
+    if not activate.exists():
+        pytest.skip(f"the tests run in another environment than {activate}")
+    port = free_ports(1)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    env |= {"KVMESH_REGISTRY_PATH": f"{tmp_path}/registry", "KVMESH_FRONTEND_HTTP_PORT": f"{port}"}
+    out = tmp_path / "out"
+    script = "\n".join([shell, *(f"{command} &" for command in commands), "wait"])
+    with out.open("wb") as file:
+        services = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=ROOT,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    (curl,) = [block for block in SHELL if block.startswith("curl")]
+    try:
+
+        def responds() -> bool:
+            assert services.poll() is None, out.read_text()
+            done = subprocess.run(
+                ["bash", "-c", curl.replace(":8000", f":{port}")],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+            )
+            return done.stdout.rstrip().endswith("data: [DONE]")
+
+        wait_for(responds, "the services respond", WAIT_S)
+    finally:
+        os.killpg(services.pid, signal.SIGKILL)
+        services.wait(WAIT_S)
 
 
 @pytest.mark.slow
