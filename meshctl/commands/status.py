@@ -2,7 +2,8 @@
 
 The data comes from the registry and from the processes themselves, never from a cache.
 
-A worker of which the engine fails its probes is `failing`; the reason follows the table.
+A worker of which the engine fails its probes is `failing`; the reason follows the table. A member
+is routable if its peers send it work; the peers that it waits for follow the table, too.
 
 MEMBER selects one member by its stable name, its id or its key in log events.
 
@@ -28,6 +29,8 @@ from common.errors import MeshError, NotFound
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
+from common.service.routable.peers import Routable, WaitingPeer
+from common.service.routable.service import read_routable
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from meshctl.completion import complete_members
@@ -49,12 +52,13 @@ _ROLES = ("aggregated", "prefill", "decode")
 @dataclass(frozen=True, slots=True)
 class Row:
     """One instance. loads: empty except for workers that responded. failure: why the engine of a
-    worker fails, by its probe; "" if it does not."""
+    worker fails, by its probe; "" if it does not. routable: None if it does not report it."""
 
     instance: Instance
     health: str
     loads: tuple[load_pb2.Load, ...] = ()
     failure: str = ""
+    routable: Routable | None = None
 
     @property
     def kv(self) -> float | None:
@@ -63,9 +67,18 @@ class Row:
         used = sum(load.kv_used_blocks for load in self.loads)
         return used / total if total else None
 
-    def fields(self) -> dict[str, str | int | float | None]:
-        """Returns the row for programs: that of the table, and `failure` if there is one."""
-        return self.columns() | ({"failure": self.failure} if self.failure else {})
+    def fields(self) -> dict[str, Any]:
+        """Returns the row for programs: that of the table, `failure` if there is one, and the peers
+        that the member waits for, or waits for no more, if there are any."""
+        fields: dict[str, Any] = self.columns() | (
+            {"failure": self.failure} if self.failure else {}
+        )
+        if self.routable is not None:
+            peers = {"missing": self.routable.missing, "given_up": self.routable.given_up}
+            fields |= {
+                name: list(map(_peer_fields, found)) for name, found in peers.items() if found
+            }
+        return fields
 
     def columns(self) -> dict[str, str | int | float | None]:
         """Returns the row of the table: None for absent values; the id as text, since it exceeds
@@ -79,6 +92,7 @@ class Row:
             "model": instance.model or None,
             "role": instance.role if instance.service == "worker" else None,
             "health": self.health,
+            "routable": None if self.routable is None else self.routable.is_routable,
             "running": sum(load.running for load in self.loads) if self.loads else None,
             "waiting": sum(load.waiting for load in self.loads) if self.loads else None,
             "kv": self.kv,
@@ -92,7 +106,27 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         kv = None if self.kv is None else f"{100 * self.kv:.0f} %"
         columns = self.columns() | {"kv": kv}
+        if self.routable is not None:
+            columns["routable"] = _describe_routable(self.routable)
         return tuple("-" if value is None else str(value) for value in columns.values())
+
+
+def _peer_fields(peer: WaitingPeer) -> dict[str, str | None]:
+    return {
+        "service": peer.service,
+        "name": peer.stable_name or None,
+        "id": str(peer.instance_id),
+        "reason": peer.reason,
+    }
+
+
+def _describe_routable(routable: Routable) -> str:
+    """Returns the cell of the table; the number is that of the peers without an acknowledgement."""
+    if routable.is_leaving:
+        return "leaving"
+    missing = len(routable.missing) + len(routable.given_up)
+    answer = "yes" if routable.is_routable else "no"
+    return f"{answer} ({missing} missing)" if missing else answer
 
 
 async def gather(config: ServiceConfig, member: str = "") -> list[Row]:
@@ -120,8 +154,9 @@ async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             health = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
+            routable = await _read_routable(channel)
             if instance.service != "worker":
-                return Row(instance, health)
+                return Row(instance, health, routable=routable)
             load = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
                 engine_pb2.GetLoadRequest(), timeout=TIMEOUT_S
             )
@@ -129,7 +164,15 @@ async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
             return Row(instance, error.code().name.lower())
         if load.engine_failure:
             health = FAILING
-        return Row(instance, health, tuple(load.loads), load.engine_failure)
+        return Row(instance, health, tuple(load.loads), load.engine_failure, routable)
+
+
+async def _read_routable(channel: rpc.MeshChannel) -> Routable | None:
+    """Returns None for a member that does not respond, or is of an earlier version."""
+    try:
+        return await read_routable(channel, timeout_s=TIMEOUT_S)
+    except MeshError:
+        return None
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
@@ -141,12 +184,18 @@ def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
 
 
 def describe_failures(rows: Iterable[Row]) -> str:
-    """Returns one line for each worker of which the engine fails."""
-    return "".join(
-        f"{row.instance.stable_name or row.instance.id}: its engine fails: {row.failure}\n"
-        for row in rows
-        if row.failure
-    )
+    """Returns one line for each worker of which the engine fails, and for each peer that a member
+    misses."""
+    lines = []
+    for row in rows:
+        name = row.instance.stable_name or row.instance.id
+        if row.failure:
+            lines.append(f"{name}: its engine fails: {row.failure}\n")
+        if row.routable is not None:
+            verb = "still gets work of" if row.routable.is_leaving else "waits for"
+            lines += [f"{name}: {verb} {peer}\n" for peer in row.routable.missing]
+            lines += [f"{name}: does not wait for {peer}\n" for peer in row.routable.given_up]
+    return "".join(lines)
 
 
 @click.command("status", cls=MeshCommand, config=MeshConfig, flags=REGISTRY_FLAGS)

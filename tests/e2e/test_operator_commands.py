@@ -93,12 +93,38 @@ def test_status_shows_one_member_by_its_name_its_id_or_its_key(commands: Command
     rows = commands.json("status")
     names = ["frontend-1", "router-1", "router-2", "prefill-1", "decode-1", "decode-2"]
     assert [row["name"] for row in rows] == names
+    assert {row["routable"] for row in rows} == {True}
     row = rows[1]
     for member in (row["name"], row["id"], row["key"]):
         assert commands.json("status", member) == [row]
     _, error = commands.run("status", "router-3", status=1)
     assert "'router-3'" in error
     assert "did you mean router-" in error
+
+
+def test_status_names_the_peer_that_has_not_acknowledged_a_member(
+    commands: Commands, mesh: Mesh
+) -> None:
+    mesh.frontend.send(signal.SIGSTOP)
+    worker = mesh.spawn("decode", "--routable-limit-s=60")
+    try:
+        worker.wait_ready()
+
+        def missing() -> list[dict[str, Any]]:
+            rows = json.loads(commands.run("status", worker.name, "--json", status=1)[0])
+            assert rows[0]["routable"] is False
+            found: list[dict[str, Any]] = rows[0].get("missing", [])
+            return [peer for peer in found if peer["service"] == "frontend"]
+
+        (peer,) = wait_for(missing, "the worker waits for the frontend")
+        assert (peer["name"], peer["id"]) == ("frontend-1", str(mesh.frontend.instance_id))
+        out, _ = commands.run("status", status=1)
+        assert "decode-3: waits for frontend frontend-1: " in out
+    finally:
+        mesh.frontend.send(signal.SIGCONT)
+        worker.wait_routable()
+        worker.send(signal.SIGTERM)
+        worker.wait()
 
 
 def test_chat_streams_a_response_and_shows_worker_and_speed(commands: Commands) -> None:

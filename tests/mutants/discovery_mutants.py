@@ -7,6 +7,7 @@ from tests.mutants.mutant import mutant
 _INSTANCES = "common/registry/instances.py"
 _MODEL_WATCH = "frontend_svc/models/model_watch.py"
 _CATALOG = "frontend_svc/models/catalog.py"
+_MEMBERS = "meshctl/view/members.py"
 _STATUS = "meshctl/commands/status.py"
 
 DISCOVERY_MUTANTS = (
@@ -70,9 +71,9 @@ DISCOVERY_MUTANTS = (
     mutant("S0-46", "frontend_svc/app.py", "if self._models.not_ready:", "if False:"),
     mutant(
         "S0-17",
-        _STATUS,
-        "if instance.key == key]",
-        "if instance.key.startswith(key)]",
+        _MEMBERS,
+        "if text in (instance.stable_name, str(instance.id), instance.key):",
+        "if text == instance.stable_name or instance.key.startswith(text):",
     ),
     mutant(
         "S0-03 S0-10 S0-16",

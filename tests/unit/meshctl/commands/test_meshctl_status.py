@@ -12,6 +12,7 @@ import pytest
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Role, Service
 from common.runtime.config import ServiceConfig
+from common.service.routable.peers import Routable, WaitingPeer
 from kvmesh.types.v1 import load_pb2
 from meshctl.commands.status import (
     EXIT_UNREACHABLE,
@@ -55,6 +56,7 @@ def test_json_rows_have_numbers_nulls_and_ids_as_text() -> None:
         "model": "sim",
         "role": "aggregated",
         "health": "serving",
+        "routable": None,
         "running": 3,
         "waiting": 1,
         "kv": 0.125,
@@ -71,7 +73,7 @@ def test_table_ids_are_decimal_and_absent_values_are_dashes() -> None:
     assert cells[-3:] == ("0", "0", "12 %")
     assert Row(member(2, "router"), "serving").cells() == (
         *("router", "-", "2", ADDRESS, "-", "-", "serving"),
-        *("-", "-", "-"),
+        *("-", "-", "-", "-"),
     )
 
 
@@ -139,3 +141,32 @@ def test_a_worker_with_a_failing_engine_is_listed_with_the_reason() -> None:
     well = Row(member(2, "worker"), "serving")
     assert "failure" not in well.fields()
     assert describe_failures([row, well]) == "worker-0: its engine fails: CUDA error\n"
+
+
+def test_the_peers_that_a_member_misses_are_named() -> None:
+    silent = WaitingPeer(BIG_ID, "frontend-1", "frontend", "it has not responded yet")
+    other = WaitingPeer(7, "", "router", "its index lacks the worker")
+    states = {
+        "yes": Routable(True),
+        "no (2 missing)": Routable(False, missing=(silent, other)),
+        "yes (1 missing)": Routable(True, given_up=(silent,)),
+        "leaving": Routable(False, is_leaving=True, missing=(silent,)),
+    }
+    worker = member(1, "worker", "worker-0")
+    rows = [Row(worker, "serving", routable=state) for state in states.values()]
+    assert [row.cells()[7] for row in rows] == list(states)
+    assert describe_failures(rows).splitlines() == [
+        "worker-0: waits for frontend frontend-1: it has not responded yet",
+        "worker-0: waits for router 7: its index lacks the worker",
+        "worker-0: does not wait for frontend frontend-1: it has not responded yet",
+        "worker-0: still gets work of frontend frontend-1: it has not responded yet",
+    ]
+    assert (rows[0].fields()["routable"], rows[1].fields()["routable"]) == (True, False)
+    assert rows[1].fields()["missing"][0] == {
+        "service": "frontend",
+        "name": "frontend-1",
+        "id": str(BIG_ID),
+        "reason": "it has not responded yet",
+    }
+    assert "missing" not in rows[2].fields()
+    assert len(rows[2].fields()["given_up"]) == 1
