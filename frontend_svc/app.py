@@ -43,7 +43,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.browsers import with_browser_policy
 from frontend_svc.edge.server import FINAL_WRITE_TIMEOUT_S, HttpServer
-from frontend_svc.edge.sockets import connection_limit, listen
+from frontend_svc.edge.sockets import connection_limit, inherit, listen
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
@@ -84,6 +84,8 @@ from kvmesh.frontend.v1 import frontend_pb2_grpc
 
 # Interval of attempts to load a model that failed to load.
 MODEL_RETRY_INTERVAL_S = 1.0
+# In which a frontend with an inherited socket loads the models before it accepts connections.
+INHERITED_START_S = 20.0
 # For the records of the last requests to be written.
 RECORDS_CLOSE_TIMEOUT_S = 5.0
 ADMIN_CONNECTIONS_MAX = 64
@@ -193,7 +195,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             service = ResponseStoreService(self._stored_responses)
             frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
         is_shared = self._siblings is not None
-        listen_socket = listen(config.http_host, config.http_port, shared=is_shared)
+        if config.http_fd is None:
+            listen_socket = listen(config.http_host, config.http_port, shared=is_shared)
+        else:
+            listen_socket = inherit(config.http_fd)
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         lifecycle.spawn(self._measure_stalls(), name="stall clock")
@@ -207,8 +212,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         lifecycle.spawn(self._router.run(), name="router session")
         if config.canary_interval_s:
             self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
+        # The clients of an inherited socket wait meanwhile, or another process accepts them.
+        limit_s = MODEL_RETRY_INTERVAL_S if config.http_fd is None else INHERITED_START_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MODEL_RETRY_INTERVAL_S):
+            async with asyncio.timeout(limit_s):
                 await models_loaded.wait()
         metrics = self._build_metrics()
         if self._siblings is not None:
@@ -321,6 +328,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 
     def _own_need(self, peer: Instance) -> str:
         return self._peers.own_need(peer)
+
+    async def deregister(self) -> None:
+        if self._http is not None and self._config.http_fd is not None:
+            # New connections wait in the socket, which the launcher keeps, for a successor.
+            self._http.stop_accepting()
+        await super().deregister()
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new connections, waits for responses, aborts the rest with an error."""

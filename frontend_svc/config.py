@@ -25,6 +25,9 @@ class FrontendConfig(ServiceConfig):
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000
     """Port of the OpenAI API. 0: any."""
+    http_fd: NonNegativeInt | None = None
+    """File descriptor of a listening socket, in place of http_host and http_port. Set by launchers,
+    so that connections wait while a successor starts."""
     http_tls_cert_path: Path | None = None
     """PEM certificate chain of the HTTP ports. With the key it enables TLS. Read again when it
     changes."""
@@ -138,6 +141,8 @@ class FrontendConfig(ServiceConfig):
             found.append(
                 "http_tls_cert_path: set both --http-tls-cert-path and --http-tls-key-path, or none"
             )
+        if self.http_fd is not None and self.processes > 1:
+            found.append("http_fd: excludes --processes above 1, of which each has its own socket")
         if self.audit_log and self.audit_log == self.request_trace:
             found.append(f"request_trace: {self.request_trace!r} is the audit_log; name another")
         if self.api_keys is not None:

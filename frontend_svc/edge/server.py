@@ -128,6 +128,11 @@ class HttpServer(uvicorn.Server):
             )
             self.servers.append(server)
 
+    def stop_accepting(self) -> None:
+        """Accepts no more connections; those that are open continue."""
+        for server in self.servers:
+            server.close()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

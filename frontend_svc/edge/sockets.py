@@ -6,7 +6,7 @@ import socket
 
 import structlog
 
-from common.errors import Conflict
+from common.errors import Conflict, InvalidRequest
 from common.runtime.config import flag_name
 from common.runtime.descriptors import raise_descriptor_limit
 
@@ -47,6 +47,22 @@ def listen(
             reason="ADDRESS_IN_USE",
         ) from error
     return listen_socket
+
+
+def inherit(fd: int) -> socket.socket:
+    """Returns the listening socket that a launcher passed. Raises InvalidRequest."""
+    try:
+        inherited = socket.socket(fileno=fd)
+        is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise InvalidRequest(f"{fd} is not a socket: {error.strerror}", "http_fd") from error
+    if not is_listening:
+        inherited.close()
+        raise InvalidRequest(f"{fd} is not a listening socket", "http_fd")
+    inherited.set_inheritable(False)
+    inherited.setblocking(False)
+    inherited.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    return inherited
 
 
 def connection_limit(connections_max: int) -> int:
