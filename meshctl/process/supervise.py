@@ -1,8 +1,8 @@
 """Supervises services: restarts exited ones, stops all in order.
 
 The supervisor deregisters a dead service at once; peers would notice only when its lease expires.
-Invariants: a service has at most one process; no process remains after `run`; after `stop` no
-service starts.
+Invariants: a `Child` has at most one process, and a service at most one child, except while it is
+replaced; no process remains after `run`; after `stop` no service starts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from operator import attrgetter
 from random import Random
 from typing import Protocol
 
-from common.errors import InvalidRequest, MeshError
+from common.errors import InternalError, InvalidRequest, MeshError
 from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import EXIT_CONFIG
 from common.service.restarts import RestartPolicy, Restarts
@@ -134,11 +134,7 @@ Event = BecameReady | Died | RestartsExhausted | Stopped | NotDeregistered | Kil
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """The state of one service; read-only outside the supervisor.
-
-    start_error: why its last start failed, as the service reported it; "" if it did not.
-    start_limit: of the present start, while it is not ready.
-    """
+    """The state of one service; read-only outside the supervisor."""
 
     spec: ServiceSpec
     restarts: Restarts
@@ -146,10 +142,18 @@ class Child:
     process: Process | None = None
     line: ReadyLine | None = None
     start_error: str = ""
+    """Why its last start failed, as the service reported it; "": it did not."""
+    end_reason: str = ""
+    """How its last process ended."""
     start_limit: asyncio.Timeout | None = None
+    """Of the present start, while it is not ready."""
     started_at: float = 0.0
     stop_requested_at: float | None = None
     killed: bool = False
+    is_replacement: bool = False
+    """The mesh goes on without it if it is never ready."""
+    no_restart: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it shall not start again."""
 
 
 class Supervisor:
@@ -179,7 +183,10 @@ class Supervisor:
         live_failures_max: int = 0,
         live_interval_s: float = LIVE_INTERVAL_S,
     ) -> None:
-        self.children: Sequence[Child] = [Child(spec, Restarts(policy, rng)) for spec in specs]
+        self._new_restarts: Callable[[], Restarts] = lambda: Restarts(policy, rng)
+        self._children = [Child(spec, self._new_restarts()) for spec in specs]
+        self._group: TaskGroup | None = None
+        self._keep_tasks: dict[Child, asyncio.Task[None]] = {}
         self.is_clean = True
         self._start = start
         self._deregister = deregister
@@ -199,28 +206,70 @@ class Supervisor:
 
         A service with exhausted restarts stops the others in order.
         """
-        async with TaskGroup() as group:
-            keep_tasks = {
-                child.spec.name: group.create_task(self._keep_running(child), name=child.spec.name)
-                for child in self.children
-            }
+        async with TaskGroup() as self._group:
+            for child in self._children:
+                self._keep(child)
             await self._stop.wait()
             rank = attrgetter("spec.drain_rank")
-            for _, same_rank in groupby(sorted(self.children, key=rank), key=rank):
-                await asyncio.gather(
-                    *(self._stop_child(child, keep_tasks[child.spec.name]) for child in same_rank)
-                )
+            for _, same_rank in groupby(sorted(self._children, key=rank), key=rank):
+                await asyncio.gather(*map(self._stop_child, same_rank))
+
+    @property
+    def children(self) -> Sequence[Child]:
+        """The services, in the order of display; of one that is replaced, the old one first."""
+        return tuple(self._children)
 
     def stop(self) -> None:
         """Stops all services in order and starts none. Idempotent."""
         self._stop.set()
+        for child in self._children:
+            child.no_restart.set()
 
     def kill(self) -> None:
-        self._stop.set()
-        for child in self.children:
+        self.stop()
+        for child in self._children:
             if child.process is not None:
                 child.killed = True
                 child.process.kill()
+
+    def add(self, spec: ServiceSpec, *, after: Child) -> Child:
+        """Starts one more process of a service while the mesh runs. If it is never ready, the
+        others go on.
+
+        after: the child of the same service that it replaces.
+        """
+        child = Child(spec, self._new_restarts(), is_replacement=True)
+        self._children.insert(self._children.index(after) + 1, child)
+        if self._stop.is_set():
+            child.no_restart.set()
+        self._keep(child)
+        return child
+
+    async def end(self, child: Child) -> None:
+        """Stops one service in bounded time; it does not start again."""
+        child.no_restart.set()
+        await self._stop_child(child)
+
+    def remove(self, child: Child) -> None:
+        """Forgets a service that has ended."""
+        self._children.remove(child)
+        del self._keep_tasks[child]
+        self._notify()
+
+    async def wait_ready(self, child: Child) -> str:
+        """Waits until a service is ready, or one start of it has failed; the reason, "" if
+        ready."""
+        while child.state is not State.READY:
+            if child.restarts.failures or child.no_restart.is_set():
+                return child.start_error or child.end_reason or "it was stopped"
+            await self._wait_for_change()
+        return ""
+
+    def _keep(self, child: Child) -> None:
+        if self._group is None:
+            raise InternalError("the supervisor does not run")
+        task = self._group.create_task(self._keep_running(child), name=child.spec.name)
+        self._keep_tasks[child] = task
 
     def extend_start(self, child: Child) -> None:
         """Restarts the time limit of a service that is not ready yet."""
@@ -234,18 +283,21 @@ class Supervisor:
 
     async def wait_all_ready(self) -> None:
         """Waits until every service is ready at the same time."""
-        while any(child.state is not State.READY for child in self.children):
-            self._changed.clear()
-            await self._changed.wait()
+        while any(child.state is not State.READY for child in self._children):
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        changed = self._changed
+        await changed.wait()
 
     async def _keep_running(self, child: Child) -> None:
-        while not self._stop.is_set():
+        while not child.no_restart.is_set():
             pause_s = await self._run_once(child)
             if pause_s is None:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._stop.wait()
+                    await child.no_restart.wait()
         self._set_state(child, State.STOPPED)
 
     async def _run_once(self, child: Child) -> float | None:
@@ -323,20 +375,22 @@ class Supervisor:
         is_given_up = child.restarts.is_exhausted(is_retryable=is_retryable)
         if is_given_up:
             pause_s = None
-        if self._stop.is_set():
+        if child.no_restart.is_set():
             pause_s = None
             # An exit during the stop, before its own SIGTERM.
-            self.is_clean = False
+            self.is_clean = self.is_clean and not self._stop.is_set()
+        child.end_reason = f"{reason or 'it ended'} (exit status {status})"
         self._set_state(child, State.STOPPED if pause_s is None else State.WAITING)
         uptime_s, error = now - child.started_at, child.start_error
         self._on_event(Died(child.spec.name, status, reason, uptime_s, pause_s, error))
-        if is_given_up and not self._stop.is_set():
-            self.is_clean = False
+        if is_given_up and not child.no_restart.is_set():
             self._set_state(child, State.FAILED)
             self._on_event(
                 RestartsExhausted(child.spec.name, child.restarts.failures, is_retryable, error)
             )
-            self.stop()
+            if not child.is_replacement:
+                self.is_clean = False
+                self.stop()
         return pause_s
 
     def _record_stop(self, child: Child, status: int) -> None:
@@ -354,9 +408,13 @@ class Supervisor:
         except (MeshError, ValueError, TimeoutError) as error:
             self._on_event(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
 
-    async def _stop_child(self, child: Child, keep_task: asyncio.Task[None]) -> None:
+    async def _stop_child(self, child: Child) -> None:
         """Stops one service in bounded time."""
-        if child.process is not None:
+        keep_task = self._keep_tasks.get(child)
+        if keep_task is None:
+            return  # It has been replaced.
+        # A second SIGTERM would end it at once.
+        if child.process is not None and child.stop_requested_at is None:
             child.stop_requested_at = self._clock()
             self._set_state(child, State.STOPPING)
             child.process.terminate()
@@ -373,4 +431,9 @@ class Supervisor:
 
     def _set_state(self, child: Child, state: State) -> None:
         child.state = state
-        self._changed.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        # All that wait see this change, and wait for the next one on a new event.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
