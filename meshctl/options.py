@@ -76,6 +76,11 @@ class LogConfig(MeshConfig):
 class UpOptions(ServiceConfig):
     """Settings of `meshctl up`."""
 
+    file: Path | None = None
+    """Mesh file (`-f FILE` too): services, counts and settings, as in deploy/mesh.yaml. Flags have
+    precedence over it, and it over variables. Unset: none."""
+    check: bool = False
+    """Only check the mesh file and the flags."""
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
     drain_s: NonNegativeFloat = 10.0

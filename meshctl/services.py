@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from common.runtime.config import PREFIX
+from meshctl.mesh_file.document import KeyPath, MeshFileError
+from meshctl.mesh_file.schema import Adapter, MeshFile, ServiceSection, WorkerGroup, WorkerOverride
+from meshctl.mesh_file.settings import Variables, service_prefix
 from meshctl.options import UpOptions
 
 # Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
@@ -14,6 +19,9 @@ STOP_MARGIN_S = 10.0
 
 # A service that sends work stops before the service that receives it: lower ranks first.
 _DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
+_NO_FILE = MeshFile()
+# The flag that counts the workers of a role.
+_COUNTS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +37,80 @@ class ServiceSpec:
     args: tuple[str, ...]
     drain_rank: int
     drain_s: float
+    role: str = ""
+    """What its members can replace each other in: `router`, `prefill worker of qwen`."""
+    model: str = ""
+    """Of a worker: what clients call it."""
+    engine: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables beyond those of meshctl."""
+    http_port: int | None = None
+    """Port on which meshctl listens for it; 0: any. None: the process listens itself."""
+    origins: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Key of the mesh file that a flag or variable is from."""
 
 
-def build_service_specs(options: UpOptions) -> list[ServiceSpec]:
-    """Returns the services of a mesh in the order of display and start, without `--ready-fd`."""
-    engine = ["--engine", options.engine, "--model-name", options.model_name]
-    if options.model_path is not None:
-        engine += ["--model-path", str(options.model_path)]
-    if options.speedup is not None:
-        engine += ["--speedup", f"{options.speedup:g}"]
+def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[ServiceSpec]:
+    """Returns the services of a mesh in the order of display and start, without `--ready-fd`.
+
+    mesh: what a mesh file has beyond the options. Raises MeshFileError if a flag does not fit it.
+    """
     specs = [
-        _build_spec(options, "frontend", i, ["--http-port", str(port)])
+        _build_spec(options, "frontend", i, ["--http-port", str(port)], mesh, http_port=port)
         for i, port in enumerate(http_ports(options))
     ]
-    specs += [_build_spec(options, "router", i) for i in range(options.routers)]
-    specs += [_build_spec(options, "indexer", i) for i in range(options.indexers)]
-    for name, count, role in (
-        ("worker", options.worker_count, []),
-        ("prefill", options.prefill, ["--role", "prefill"]),
-        ("decode", options.decode, ["--role", "decode"]),
-    ):
+    specs += [_build_spec(options, "router", i, (), mesh) for i in range(options.routers)]
+    specs += [_build_spec(options, "indexer", i, (), mesh) for i in range(options.indexers)]
+    for number, group in enumerate(worker_groups(options, mesh)):
+        flags = ["--role", group.role] if group.role != "aggregated" else []
+        flags += ["--engine", group.engine, "--model-name", group.model]
+        if group.model_path is not None:
+            flags += ["--model-path", str(group.model_path)]
+        if options.speedup is not None:
+            flags += ["--speedup", f"{options.speedup:g}"]
         specs += [
-            _build_spec(options, "worker", i, [*role, *engine], name=name) for i in range(count)
+            _build_spec(options, "worker", i, flags, mesh, group=group, number=number)
+            for i in range(group.count)
         ]
     return specs
+
+
+def worker_groups(options: UpOptions, mesh: MeshFile = _NO_FILE) -> Sequence[WorkerGroup]:
+    """Returns the groups of workers. Raises MeshFileError if a flag does not fit the mesh file."""
+    values = {
+        "engine": options.engine,
+        "model": options.model_name,
+        "model_path": options.model_path,
+    }
+    if not mesh.workers:
+        counts = {
+            "aggregated": options.worker_count,
+            "prefill": options.prefill,
+            "decode": options.decode,
+        }
+        return [
+            WorkerGroup.model_validate({"role": role, "count": count, **values})
+            for role, count in counts.items()
+            if count
+        ]
+    names = {"engine": "engine", "model": "model_name", "model_path": "model_path"}
+    given = options.model_fields_set
+    update = {key: values[key] for key, name in names.items() if name in given}
+    groups = [group.model_copy(update=update) for group in mesh.workers]
+    for role, flag in _COUNTS.items():
+        if flag not in given:
+            continue
+        of_role = [i for i, group in enumerate(groups) if group.role == role]
+        count: int = getattr(options, flag) or 0
+        if len(of_role) != 1 or not count:
+            raise MeshFileError(
+                [
+                    f"--{flag}: the mesh file has {len(of_role)} groups with the role {role}, and"
+                    " the flag replaces the count of one; set the counts in the file"
+                ]
+            )
+        groups[of_role[0]] = groups[of_role[0]].model_copy(update={"count": count})
+    return groups
 
 
 def http_ports(options: UpOptions) -> list[int]:
@@ -60,22 +118,108 @@ def http_ports(options: UpOptions) -> list[int]:
     return [options.http_port and options.http_port + i for i in range(options.frontends)]
 
 
+def process_count(spec: ServiceSpec, environ: Mapping[str, str]) -> int:
+    """Returns how many processes of a frontend share its port (see `FrontendConfig.processes`).
+
+    environ: of meshctl.
+    """
+    text = {**environ, **spec.environ}.get(f"{service_prefix('frontend')}PROCESSES", "")
+    return int(text) if spec.http_port is not None and text.isdecimal() else 1
+
+
 def _build_spec(
-    options: UpOptions, kind: str, index: int, flags: Sequence[str] = (), *, name: str = ""
+    options: UpOptions,
+    kind: str,
+    index: int,
+    flags: Sequence[str],
+    mesh: MeshFile,
+    *,
+    group: WorkerGroup | None = None,
+    number: int = 0,
+    http_port: int | None = None,
 ) -> ServiceSpec:
-    name = f"{name or kind}-{index}"
+    """number: of the group in the mesh file."""
+    name = f"{kind if group is None else group.member_name}-{index}"
+    variables = _variables(kind, index, mesh, group, number)
     common = ["--namespace", options.namespace, "--registry", options.registry]
     if options.registry == "file":
         common += ["--registry-path", str(options.registry_path)]
     else:
-        # A health port of its own answers Consul's checks while the event loop is busy.
-        common += ["--consul-url", options.consul_url, "--health-port", "0"]
+        common += ["--consul-url", options.consul_url]
+        if not variables.values.keys() & {
+            f"{service_prefix(kind)}HEALTH_PORT",
+            f"{PREFIX}HEALTH_PORT",
+        }:
+            # A health port of its own answers Consul's checks while the event loop is busy.
+            common += ["--health-port", "0"]
     common += ["--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
     common += ["--stable-name", f"{options.name_prefix}{name}"]
+    role = kind
+    if group is not None:
+        role = f"{group.role} worker of {group.model}"
+        at: KeyPath = ("workers", number)
+        variables.origins |= {
+            "--engine": (*at, "engine"),
+            "--model-path": (*at, "model_path"),
+            "--model-name": (*at, "model"),
+            "--role": (*at, "role"),
+        }
     return ServiceSpec(
         name=name,
         module=f"{kind}_svc",
         args=(*common, *flags),
         drain_rank=_DRAIN_RANK[kind],
         drain_s=NOTICE_S + options.drain_s + STOP_MARGIN_S,
+        role=role,
+        model="" if group is None else group.model,
+        engine="" if group is None else group.engine,
+        environ=variables.values,
+        http_port=http_port,
+        origins=variables.origins,
     )
+
+
+def _variables(
+    kind: str, index: int, mesh: MeshFile, group: WorkerGroup | None, number: int
+) -> Variables:
+    """Returns the variables that the mesh file sets for a process."""
+    prefix = service_prefix(kind)
+    variables = Variables()
+    variables.add((), mesh, PREFIX)
+    if group is None:
+        sections: Mapping[str, ServiceSection] = {
+            "frontend": mesh.frontends,
+            "router": mesh.routers,
+            "indexer": mesh.indexers,
+        }
+        variables.add((f"{kind}s",), sections[kind], prefix)
+        return variables
+    path: KeyPath = ("workers", number)
+    layers: list[tuple[KeyPath, WorkerOverride]] = [(path, group)]
+    if index < len(group.each):
+        layers.append(((*path, "each", index), group.each[index]))
+    for at, layer in layers:
+        variables.add(at, layer, prefix)
+        if layer.engine_args:
+            variables.put(f"{prefix}ENGINE_ARGS", layer.engine_args, (*at, "engine_args"))
+    adapters = [adapter for adapter in mesh.adapters if adapter.model == group.model]
+    if adapters:
+        _add_adapters(variables, prefix, group.engine, adapters)
+    return variables
+
+
+def _add_adapters(
+    variables: Variables, prefix: str, engine: str, adapters: Sequence[Adapter]
+) -> None:
+    """Adds the settings by which an engine loads adapters at its start, before it is routable."""
+    if engine != "sglang":
+        name, origin = f"{prefix}LORAS", ("adapters",)
+        others = variables.values.get(name, "")
+        names = [*filter(None, [others]), *(adapter.name for adapter in adapters)]
+        variables.put(name, ",".join(names), origin)
+        return
+    name = f"{prefix}ENGINE_ARGS"
+    arguments = json.loads(variables.values.get(name) or "{}")
+    paths = {adapter.name: adapter.uri.removeprefix("file://") for adapter in adapters}
+    arguments = {**arguments, "enable_lora": True, "lora_paths": paths}
+    variables.put(name, json.dumps(arguments), variables.origins.get(name, ("adapters",)))

@@ -8,14 +8,13 @@ the command; 128 + n after a second signal n (see process/stop_requests.py).
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,15 +27,29 @@ import httpx
 from common.errors import MeshError
 from common.registry.open import open_registry
 from common.registry.registry import Registry
-from common.rpc.channel import security_from_config
-from common.runtime.config import PREFIX, ServiceConfig
+from common.rpc.channel import Security, security_from_config
+from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
+from meshctl.commands.control_handler import ControlHandler
+from meshctl.commands.mesh_options import (
+    UP_FLAGS,
+    MeshFileCommand,
+    read_specs,
+    report_problems,
+    with_http_host,
+)
+from meshctl.mesh_file.document import MeshFileError
+from meshctl.mesh_file.load import read_mesh_file
+from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
+from meshctl.process.control import control_server
+from meshctl.process.listeners import CannotListen, check_port, listeners
 from meshctl.process.liveness import is_live
+from meshctl.process.operations import Operations
+from meshctl.process.routable import find_missing
 from meshctl.process.stop_requests import StopAction, StopRequests
 from meshctl.process.supervise import State, Supervisor
-from meshctl.services import build_service_specs, http_ports
+from meshctl.services import ServiceSpec, process_count
 from meshctl.view import frontend as gateway
 from meshctl.view.members import describe_registry, members
 from meshctl.view.screen import (
@@ -70,7 +83,7 @@ class CannotStart(Exception):
     """Nothing was started; the message states the reason and the remedy."""
 
 
-class _ThenCommand(MeshCommand[UpOptions]):
+class _ThenCommand(MeshFileCommand):
     """A command of which the flag `--then` takes the rest of the line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -83,14 +96,11 @@ class _ThenCommand(MeshCommand[UpOptions]):
         return rest
 
 
-_WITHOUT_FLAG = ServiceConfig.model_fields.keys() | {"then", "http_host"}
-
-
 @click.command(
     "up",
     cls=_ThenCommand,
     config=UpOptions,
-    flags=(UpOptions.model_fields.keys() - _WITHOUT_FLAG).union(REGISTRY_FLAGS, ["drain_s"]),
+    flags=UP_FLAGS,
 )
 @click.option("--then", metavar="CMD...", help="Command to run once ready: the rest of the line.")
 @click.pass_obj
@@ -101,46 +111,46 @@ def command(environ: Mapping[str, str], options: UpOptions, then: tuple[str, ...
     the flags below have precedence. `--then CMD...` runs a command once ready, with OPENAI_BASE_URL
     set to the mesh.
     """
-    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
     sample = options.sample or (options.once and not then)
-    more = {"then": then, "http_host": http_host, "sample": sample}
-    return up(options.model_copy(update=more), environ)
+    options = options.model_copy(update={"then": then, "sample": sample})
+    return up(with_http_host(options, environ), environ)
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
-    launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ)
+    try:
+        specs = read_specs(options, environ)
+        required = () if options.file is None else read_mesh_file(options.file).mesh.require
+    except MeshFileError as error:
+        report_problems(error)
+        return EXIT_NOT_STARTED
+    if options.check:
+        sys.stdout.write(f"{options.file or 'the flags'}: {len(specs)} processes, no problem\n")
+        return 0
     screen = Screen(
         sys.stdout,
         sys.stderr,
         colour=should_colour(sys.stdout, environ),
         clock=time.monotonic,
-        tail=launcher.tail,
-        log=launcher.log_path,
+        tail=lambda name: launcher.tail(name),
+        log=lambda name: launcher.log_path(name),
     )
+    own = {s.name: s.http_port for s in specs if s.http_port is not None}
+    shared = {
+        s.name: own[s.name] for s in specs if s.name in own and process_count(s, environ) == 1
+    }
     try:
-        with _exclusive_lock(options.log_dir):
-            check_ports(options.http_host, http_ports(options))
-            return asyncio.run(_UpCommand(options, environ, launcher, screen).run())
-    except CannotStart as error:
+        with (
+            _exclusive_lock(options.log_dir),
+            listeners(options.http_host, shared.items()) as sockets,
+        ):
+            for name in own.keys() - shared.keys():
+                check_port(options.http_host, own[name])
+            launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ, sockets)
+            command = _UpCommand(options, environ, launcher, screen, specs, required)
+            return asyncio.run(command.run())
+    except (CannotStart, CannotListen) as error:
         screen.print_error(f"{error}; nothing was started")
         return EXIT_NOT_STARTED
-
-
-def check_ports(host: str, ports: list[int]) -> None:
-    """Raises CannotStart if a frontend could not bind a port; port 0 always passes."""
-    for port in filter(None, ports):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: lingering connections of an earlier run do not matter.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                probe.listen(1)
-            except OSError as error:
-                problem = f"cannot be bound: {error.strerror}"
-                if error.errno == errno.EADDRINUSE:
-                    problem = "is in use; free it, or choose another with --http-port"
-                raise CannotStart(f"port {port} of {host} {problem}") from error
 
 
 @contextmanager
@@ -199,6 +209,9 @@ class _UpCommand:
     environ: Mapping[str, str]
     launcher: ProcessLauncher
     screen: Screen
+    specs: Sequence[ServiceSpec]
+    # Roles without which no member is routable.
+    required: Sequence[str]
     session_status: int = 0
     kill_signal: int | None = None
     # Until all services are ready.
@@ -215,7 +228,7 @@ class _UpCommand:
         except MeshError as error:
             raise CannotStart(error.message) from error
         supervisor = Supervisor(
-            build_service_specs(mesh),
+            self.specs,
             self.launcher.start,
             registry.deregister,
             namespace=mesh.namespace,
@@ -227,28 +240,25 @@ class _UpCommand:
             live_failures_max=mesh.live_failures_max,
         )
         self._install_signal_handlers(supervisor)
-        kinds = {
-            "frontend": mesh.frontends,
-            "router": mesh.routers,
-            "indexer": mesh.indexers,
-            "worker": mesh.worker_count,
-            "prefill worker": mesh.prefill,
-            "decode worker": mesh.decode,
-        }
+        kinds = Counter(spec.role.partition(" of ")[0] for spec in self.specs)
         service_counts = ", ".join(
-            _pluralize(count, noun) for noun, count in kinds.items() if count
+            _pluralize(count, noun.removeprefix("aggregated ")) for noun, count in kinds.items()
         )
-        self.screen.print_line(f"starting {service_counts} ({mesh.engine}); logs in {mesh.log_dir}")
+        engines = ", ".join(dict.fromkeys(spec.engine for spec in self.specs if spec.engine))
+        self.screen.print_line(f"starting {service_counts} ({engines}); logs in {mesh.log_dir}")
         try:
             if notice := await describe_existing_services(registry, mesh):
                 self.screen.print_progress("mesh", "note", notice, colour=YELLOW)
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
-                session = group.create_task(self._run_session(supervisor))
-                log_watch = group.create_task(self._watch_slow_starts(supervisor))
+                tasks = [
+                    group.create_task(self._run_session(supervisor)),
+                    group.create_task(self._watch_slow_starts(supervisor)),
+                    group.create_task(self._serve_control(supervisor, security)),
+                ]
                 await supervisor.wait_for_stop()
-                session.cancel()
-                log_watch.cancel()
+                for task in tasks:
+                    task.cancel()
         finally:
             await registry.close()
         if self.kill_signal is not None:
@@ -285,7 +295,7 @@ class _UpCommand:
                 supervisor.stop()
                 return
             command_name = own_command(sys.argv[0], self.environ.get("PATH", ""))
-            found = hints(url, self.options.model_name, command_name)
+            found = hints(url, self._models[0], command_name)
             hint_lines = [] if self.options.once else [*found, ""]
             for line in ["", *table(supervisor.children), "", *hint_lines]:
                 self.screen.print_line(line)
@@ -297,6 +307,25 @@ class _UpCommand:
             if self.options.once:
                 self.session_status = status
                 supervisor.stop()
+
+    async def _serve_control(self, supervisor: Supervisor, security: Security) -> None:
+        """Serves `meshctl restart`, `drain`, `start` and `status`."""
+        operations = Operations(
+            supervisor,
+            specs=partial(read_specs, self.options, self.environ),
+            rotate_log=self.launcher.rotate_log,
+            find_missing=partial(find_missing, supervisor, security, self.required),
+            environ=self.environ,
+            routable_s=self.options.ready_s,
+        )
+        async with TaskGroup() as background:
+            handle = ControlHandler(supervisor, operations, self.screen, background).handle
+            try:
+                async with control_server(self.options.log_dir, handle):
+                    await asyncio.get_running_loop().create_future()
+            except OSError as error:
+                detail = f"no control socket in {self.options.log_dir}: {error.strerror}"
+                self.screen.print_progress("mesh", "note", detail, colour=YELLOW)
 
     async def _watch_slow_starts(self, supervisor: Supervisor) -> None:
         """Extends the limits of starting services while their logs grow; shows last lines."""
@@ -331,13 +360,14 @@ class _UpCommand:
                     await supervisor.wait_all_ready()
                     urls = [url for child in supervisor.children if (url := http_url(child.line))]
                     found = [
-                        await gateway.find_serving_problem(http, url, self.options.model_name)
+                        await gateway.find_serving_problem(http, url, model)
                         for url in urls
+                        for model in self._models
                     ]
                     missing = next(filter(None, found), "" if urls else "no frontend has a URL")
                     if not missing:
                         self.screen.print_progress(
-                            "mesh", "ready", f"{self.options.model_name} is served"
+                            "mesh", "ready", f"{', '.join(self._models)} is served"
                         )
                         return urls[0]
                     await asyncio.sleep(gateway.POLL_S)
@@ -347,6 +377,11 @@ class _UpCommand:
         finally:
             self.mesh_limit = None
 
+    @property
+    def _models(self) -> list[str]:
+        """The models that workers serve, in the order of the mesh file."""
+        return list(dict.fromkeys(spec.model for spec in self.specs if spec.model))
+
     def _report_not_ready(self, supervisor: Supervisor, missing: str) -> None:
         not_ready = [child for child in supervisor.children if child.state is not State.READY]
         problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
@@ -355,7 +390,7 @@ class _UpCommand:
             self.screen.print_start_error(child.spec.name, child.start_error)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
-        body = gateway.chat_body(self.options.model_name, SAMPLE_PROMPT, SAMPLE_TOKENS)
+        body = gateway.chat_body(self._models[0], SAMPLE_PROMPT, SAMPLE_TOKENS)
         note = "   (the sim engine runs no model: its words are random)"
         self.screen.print_line(f"> {SAMPLE_PROMPT}{note if self.options.engine == 'sim' else ''}")
         try:

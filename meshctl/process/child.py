@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -139,15 +141,21 @@ class ProcessLauncher:
     """
 
     def __init__(
-        self, log_dir: Path, environ: Mapping[str, str], pass_environ: Sequence[str] = ()
+        self,
+        log_dir: Path,
+        environ: Mapping[str, str],
+        pass_environ: Sequence[str] = (),
+        sockets: Mapping[str, socket.socket] = MappingProxyType({}),
     ) -> None:
         """
         - environ: of this process; a service receives the part that it needs.
         - pass_environ: see `UpOptions`.
+        - sockets: from which the frontends of these names accept.
         """
         self._log_dir = log_dir
         self._environ = environ
         self._pass_environ = pass_environ
+        self._sockets = sockets
         self._log_offsets: dict[str, int] = {}
 
     def log_path(self, name: str) -> Path:
@@ -158,14 +166,23 @@ class ProcessLauncher:
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
+            fds = [write_end]
+            if spec.name in self._sockets:
+                fds.append(self._sockets[spec.name].fileno())
+                command += ["--http-fd", str(fds[-1])]
             environ = service_environment(self._environ, spec.module, self._pass_environ)
-            popen = self._popen(spec.name, with_parent_guard(command), environ, write_end)
+            environ.update(spec.environ)
+            popen = self._popen(spec.name, with_parent_guard(command), environ, fds)
         except BaseException:
             os.close(read_end)
             raise
         finally:
             os.close(write_end)
         return ChildProcess(popen, read_end)
+
+    def rotate_log(self, name: str) -> None:
+        """Gives the next process of a service a log of its own; the one before keeps NAME.log.1."""
+        self._log_offsets.pop(name, None)
 
     def tail(self, name: str) -> list[str]:
         """Returns the last lines of the service's current log, at most TAIL_LINES of its last
@@ -187,7 +204,7 @@ class ProcessLauncher:
             return 0
 
     def _popen(
-        self, name: str, command: Sequence[str], environ: Mapping[str, str], fd: int
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         path = self.log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +218,7 @@ class ProcessLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(fd,),
+                pass_fds=fds,
                 env=environ,
                 start_new_session=True,
             )

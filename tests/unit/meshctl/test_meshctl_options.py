@@ -243,7 +243,7 @@ def complete(line: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def test_a_shell_completes_commands_flags_and_values() -> None:
-    assert complete("meshctl st", {}) == ["status"]
+    assert complete("meshctl sta", {}) == ["status", "start"]
     assert complete("meshctl keys r", {}) == ["revoke", "rotate"]
     assert "--registry-path" in complete("meshctl status --reg", {})
     assert complete("meshctl status --registry c", {}) == ["consul"]

@@ -1,0 +1,59 @@
+"""What `meshctl up` and `meshctl export` share: flags, and a mesh file with the same values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import click
+
+from common.runtime.config import PREFIX, ServiceConfig
+from meshctl.mesh_file.document import MeshFileError
+from meshctl.mesh_file.load import read_mesh_file
+from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
+from meshctl.process.settings_check import check_settings
+from meshctl.services import ServiceSpec, build_service_specs
+
+_WITHOUT_FLAG = ServiceConfig.model_fields.keys() | {"then", "http_host"}
+UP_FLAGS = (UpOptions.model_fields.keys() - _WITHOUT_FLAG).union(REGISTRY_FLAGS, ["drain_s"])
+
+
+class MeshFileCommand(MeshCommand[UpOptions]):
+    """A command with the flags of `meshctl up`, some of whose values may be in a mesh file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = [f"--file{word[2:]}" if word[:2] == "-f" else word for word in args]
+        paths = [word.partition("=")[2] for word in flags if word.startswith("--file=")]
+        paths += [path for word, path in pairwise(flags) if word == "--file"]
+        if paths and not ctx.resilient_parsing:
+            try:
+                loaded = read_mesh_file(Path(paths[0]))
+            except MeshFileError as error:
+                report_problems(error)
+                ctx.exit(2)
+            flags = [*loaded.option_flags(flags), *flags]
+            ctx.obj = loaded.with_shared_settings(ctx.obj)
+        return super().parse_args(ctx, flags)
+
+
+def report_problems(error: MeshFileError) -> None:
+    """Prints the problems of a mesh file, each with its place."""
+    sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
+
+
+def with_http_host(options: UpOptions, environ: Mapping[str, str]) -> UpOptions:
+    """Returns the options with the address of the frontends, which is a setting of theirs."""
+    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
+    return options.model_copy(update={"http_host": http_host})
+
+
+def read_specs(options: UpOptions, environ: Mapping[str, str]) -> list[ServiceSpec]:
+    """Returns the services of the options and of the mesh file. Raises MeshFileError."""
+    if options.file is None:
+        return build_service_specs(options)
+    loaded = read_mesh_file(options.file)
+    specs = build_service_specs(options, loaded.mesh)
+    check_settings(loaded, specs, environ)
+    return specs

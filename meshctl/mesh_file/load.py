@@ -1,0 +1,102 @@
+"""Reads a mesh file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.runtime.config import PREFIX, ConfigError, ServiceConfig, flag_name, read_config
+from meshctl.mesh_file.document import Document, KeyPath, MeshFileError, read_document
+from meshctl.mesh_file.schema import OPTION_KEYS, MeshFile, parse_mesh_file
+from meshctl.mesh_file.settings import find_setting_problems
+
+FILE_BYTES_MAX = 1 << 20
+_VARIABLE = re.compile(rf"{PREFIX}(?:(?:FRONTEND|ROUTER|INDEXER|WORKER)_)?([A-Z0-9_]+)")
+# Keys of sections with the flag for their count.
+_COUNTS = ("frontends", "routers", "indexers")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMesh:
+    """A mesh file with the places of its keys."""
+
+    document: Document
+    mesh: MeshFile
+
+    def option_flags(self, given: Sequence[str]) -> list[str]:
+        """Returns the flags of `meshctl up` that the file sets.
+
+        given: the command line, whose flags have precedence.
+        """
+        mesh = self.mesh
+        values: dict[str, object] = {key: getattr(mesh, key) for key in OPTION_KEYS}
+        for key in _COUNTS:
+            if key in mesh.model_fields_set:
+                values[key] = getattr(mesh, key).count
+        if "frontends" in mesh.model_fields_set:
+            values["http_port"] = mesh.frontends.http_port
+        if mesh.pass_environ:
+            values["pass_environ"] = ",".join(mesh.pass_environ)
+        flags = {word.partition("=")[0] for word in given}
+        return [
+            f"{flag_name(name)}={value}"
+            for name, value in values.items()
+            if value is not None and flag_name(name) not in flags
+        ]
+
+    def with_shared_settings(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Returns an environment with the settings of every service."""
+        shared = {f"{PREFIX}{name.upper()}": text for name, text in self.mesh.settings.items()}
+        if "http_host" in self.mesh.frontends.model_fields_set:
+            shared[f"{PREFIX}FRONTEND_HTTP_HOST"] = self.mesh.frontends.http_host
+        return {**environ, **shared}
+
+    def place(self, problem: str, origins: Mapping[str, KeyPath]) -> str:
+        """Returns a problem of `read_config` with the place of its key.
+
+        origins: the keys by flag or variable. A problem of another flag or variable is returned
+        with the name of the file only.
+        """
+        source, _, text = problem.partition(":")
+        if source not in origins:
+            return f"{self.document.name}: {problem}"
+        text = _VARIABLE.sub(lambda match: match[1].lower(), text.strip())
+        text = text.replace("no such variable", "no such setting")
+        return self.document.problem(origins[source], text)
+
+
+def read_mesh_file(path: Path) -> LoadedMesh:
+    """Returns the content of a file. Raises MeshFileError."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_BYTES_MAX + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise MeshFileError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise MeshFileError([f"{path}: is not UTF-8"]) from None
+    if len(raw) > FILE_BYTES_MAX:
+        raise MeshFileError([f"{path}: is larger than {FILE_BYTES_MAX} bytes"])
+    document = read_document(str(path), text)
+    mesh = parse_mesh_file(document)
+    loaded = LoadedMesh(document, mesh)
+    problems = [document.problem(at, message) for at, message in find_setting_problems(mesh)]
+    problems += _shared_setting_problems(loaded)
+    if problems:
+        raise MeshFileError(problems)
+    return loaded
+
+
+def _shared_setting_problems(loaded: LoadedMesh) -> list[str]:
+    settings = loaded.mesh.settings
+    origins: dict[str, KeyPath] = {
+        f"{PREFIX}{name.upper()}": ("settings", name) for name in settings
+    }
+    values = {f"{PREFIX}{name.upper()}": text for name, text in settings.items()}
+    try:
+        read_config(ServiceConfig, None, values, [], name="meshctl up")
+    except ConfigError as error:
+        return [loaded.place(problem, origins) for problem in error.problems]
+    return []

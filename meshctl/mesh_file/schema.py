@@ -1,0 +1,274 @@
+"""The keys of a mesh file (pure)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from common.errors import InvalidRequest
+from common.namespace import check_namespace
+from common.runtime.config import Port, suggest
+from meshctl.mesh_file.document import Document, KeyPath, MeshFileError
+
+WorkerRole = Literal["aggregated", "prefill", "decode"]
+RequiredRole = Literal["frontend", "router", "indexer", "aggregated", "prefill", "decode"]
+NAME_PATTERN = r"^[a-z][a-z0-9-]{0,30}$"
+
+
+def _as_text(value: object) -> str:
+    """Returns the text of a value for a variable. Raises ValueError."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "on" if value else "off"
+        case str() | int() | float():
+            return str(value)
+        case list() if all(isinstance(item, str | int | float) for item in value):
+            return ",".join(map(_as_text, value))
+        case dict():
+            return json.dumps(value)
+    raise ValueError("must be a text, a number, on or off, or a list of these")
+
+
+def _texts(values: object) -> object:
+    if not isinstance(values, Mapping):
+        return {} if values is None else values
+    return {name: _as_text(value) for name, value in values.items()}
+
+
+def _validate_namespace(value: str) -> str:
+    try:
+        check_namespace(value)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
+    return value
+
+
+Texts = Annotated[dict[str, str], BeforeValidator(_texts)]
+# Of an engine: a JSON object for SGLang, any text for an engine of your own.
+EngineArgs = Annotated[str, BeforeValidator(_as_text)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ServiceSection(_Section):
+    """What any service may have."""
+
+    settings: Texts = {}
+    """ServiceSection of the service, named as its flags without dashes: `queue_threshold: 2`."""
+    environment: Texts = {}
+    """Variables of the processes, such as OMP_NUM_THREADS."""
+
+
+class RouterSection(ServiceSection):
+    """Routers."""
+
+    count: PositiveInt = 1
+
+
+class IndexerSection(ServiceSection):
+    """Indexers."""
+
+    count: NonNegativeInt = 1
+
+
+class FrontendSection(ServiceSection):
+    """Frontends."""
+
+    count: PositiveInt = 1
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8000
+    """Of the first frontend; further ones use the next ports. 0: any."""
+
+
+class WorkerOverride(ServiceSection):
+    """What differs between the workers of a group."""
+
+    engine_args: EngineArgs = ""
+    """Arguments of the engine."""
+
+
+class WorkerGroup(WorkerOverride):
+    """Workers with the same engine, model and role."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
+    """First part of the names of its workers. Unset: worker, prefill or decode."""
+    role: WorkerRole = "aggregated"
+    count: PositiveInt = 1
+    engine: str = "sim"
+    model: Annotated[str, Field(pattern=r"\S")] = "sim"
+    """The `model` of client requests."""
+    model_path: Path | None = None
+    each: tuple[WorkerOverride, ...] = ()
+    """One entry a worker, which adds to the values of the group; the first is for NAME-0."""
+
+    @property
+    def member_name(self) -> str:
+        """First part of the names of its workers."""
+        return self.name or ("worker" if self.role == "aggregated" else self.role)
+
+
+class Adapter(_Section):
+    """A LoRA adapter."""
+
+    name: Annotated[str, Field(pattern=r"\S")]
+    """The `model` of client requests."""
+    model: Annotated[str, Field(pattern=r"\S")]
+    """The model whose workers load it."""
+    uri: str = ""
+    """Location of its files; the sim engine needs none."""
+
+
+class MeshFile(_Section):
+    """The services of a mesh."""
+
+    namespace: Annotated[str, AfterValidator(_validate_namespace)] | None = None
+    registry: Literal["file", "consul"] | None = None
+    registry_path: Path | None = None
+    consul_url: str | None = None
+    log_dir: Path | None = None
+    drain_s: NonNegativeFloat | None = None
+    ready_s: PositiveFloat | None = None
+    live_failures_max: NonNegativeInt | None = None
+    pass_environ: tuple[str, ...] = ()
+    settings: Texts = {}
+    """ServiceSection of every service: `log_level: debug`."""
+    environment: Texts = {}
+    """Variables of every service."""
+    frontends: FrontendSection = FrontendSection()
+    routers: RouterSection = RouterSection()
+    indexers: IndexerSection = IndexerSection()
+    workers: tuple[WorkerGroup, ...] = ()
+    require: tuple[RequiredRole, ...] = ()
+    """Roles without which no member is ready."""
+    adapters: tuple[Adapter, ...] = ()
+    """Loaded by all workers of their model."""
+
+
+# The values of `meshctl up` that the file may have at its top level.
+OPTION_KEYS = (
+    *("namespace", "registry", "registry_path", "consul_url"),
+    *("log_dir", "drain_s", "ready_s", "live_failures_max"),
+)
+
+
+def parse_mesh_file(document: Document) -> MeshFile:
+    """Returns the content of a mesh file. Raises MeshFileError with all problems."""
+    if not isinstance(document.value, dict):
+        raise MeshFileError([document.problem((), "must have keys such as `workers:`")])
+    try:
+        mesh = MeshFile.model_validate(document.value)
+    except ValidationError as error:
+        problems = [_describe(document, detail) for detail in error.errors()]
+        raise MeshFileError(problems) from None
+    if problems := [document.problem(path, text) for path, text in _contradictions(mesh)]:
+        raise MeshFileError(problems)
+    return mesh
+
+
+# Any: `ErrorDetails` of pydantic.
+def _describe(document: Document, detail: Any) -> str:
+    path: KeyPath = tuple(detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = _keys_at(path[:-1])
+        return document.problem(path, f"no such key{suggest(str(path[-1]), known)}")
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return document.problem(path, f"{message[:1].lower()}{message[1:]}")
+
+
+_SECTIONS: Mapping[str, type[_Section]] = {
+    "frontends": FrontendSection,
+    "routers": RouterSection,
+    "indexers": IndexerSection,
+    "workers": WorkerGroup,
+    "each": WorkerOverride,
+    "adapters": Adapter,
+}
+
+
+def _keys_at(path: KeyPath) -> list[str]:
+    """Returns the keys of the section at a path."""
+    names = [part for part in path if isinstance(part, str)]
+    section = _SECTIONS[names[-1]] if names else MeshFile
+    return list(section.model_fields)
+
+
+def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
+    found: list[tuple[KeyPath, str]] = []
+    names: set[str] = {"frontend", "router", "indexer"}
+    for i, group in enumerate(mesh.workers):
+        if group.member_name in names:
+            text = f"{group.member_name!r} is the name of another group; give each its `name`"
+            found.append((("workers", i, "name"), text))
+        names.add(group.member_name)
+        if len(group.each) > group.count:
+            text = f"has {len(group.each)} entries for {group.count} workers"
+            found.append((("workers", i, "each"), text))
+    roles = {group.role for group in mesh.workers}
+    if mesh.workers and "aggregated" not in roles and roles != {"prefill", "decode"}:
+        text = "needs workers of the other role too, or aggregated ones"
+        found.append((("workers", 0, "role"), text))
+    found += _adapter_contradictions(mesh)
+    present = {"frontend", "router", *(roles or {"aggregated"})}
+    if mesh.indexers.count:
+        present.add("indexer")
+    for i, role in enumerate(mesh.require):
+        if role not in present:
+            found.append((("require", i), f"the file has no member of the role {role!r}"))
+    return found
+
+
+def _adapter_contradictions(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
+    groups = mesh.workers or (WorkerGroup(),)
+    models = {group.model for group in groups}
+    for i, adapter in enumerate(mesh.adapters):
+        if adapter.model not in models:
+            text = f"no workers have the model {adapter.model!r}{suggest(adapter.model, models)}"
+            yield ("adapters", i, "model"), text
+        for group in groups:
+            if group.model != adapter.model:
+                continue
+            if group.engine == "echo":
+                yield ("adapters", i), "the echo engine has no adapters"
+            elif group.engine == "sglang" and not adapter.uri.startswith("file://"):
+                yield ("adapters", i, "uri"), "SGLang needs the location as file:///FOLDER"
+            elif group.engine != "sglang" and adapter.uri:
+                text = f"the engine {group.engine!r} loads adapters by name only"
+                yield ("adapters", i, "uri"), text
+        if group_args := next((g for g in groups if _has_bad_arguments(g, adapter)), None):
+            text = f"engine_args of {group_args.member_name} must be a JSON object"
+            yield ("adapters", i), text
+
+
+def _has_bad_arguments(group: WorkerGroup, adapter: Adapter) -> bool:
+    if group.model != adapter.model or group.engine != "sglang":
+        return False
+    try:
+        texts = [group.engine_args, *(override.engine_args for override in group.each)]
+        return not all(isinstance(json.loads(text or "{}"), dict) for text in texts)
+    except ValueError:
+        return True

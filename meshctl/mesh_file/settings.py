@@ -1,0 +1,91 @@
+"""The settings of a mesh file as variables of the services (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.runtime.config import PREFIX
+from meshctl.mesh_file.document import KeyPath
+from meshctl.mesh_file.schema import MeshFile, ServiceSection
+
+# ServiceSection that meshctl gives its services, and the key that sets each; "": none does.
+_OWN: Final[Mapping[str, str]] = {
+    **{name: name for name in ("namespace", "registry", "registry_path", "consul_url", "drain_s")},
+    **{name: f"frontends.{name}" for name in ("http_host", "http_port")},
+    **{name: f"workers[].{name}" for name in ("engine", "role", "model_path", "engine_args")},
+    "model_name": "workers[].model",
+    **dict.fromkeys(("stable_name", "notice_s", "ready_fd", "http_fd"), ""),
+}
+# Ports of which each process on a host needs its own.
+PORTS: Final = ("port", "stream_port", "health_port", "metrics_port")
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+@dataclass(slots=True)
+class Variables:
+    """The variables of a process. origins: the key of the file that set each of them."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, KeyPath] = field(default_factory=dict)
+
+    def add(self, path: KeyPath, section: ServiceSection | MeshFile, prefix: str) -> None:
+        """Adds the settings and variables of a section; later ones replace earlier ones.
+
+        prefix: of the variables of settings, such as `KVMESH_WORKER_`.
+        """
+        for name, value in section.settings.items():
+            self.put(prefix + name.upper(), value, (*path, "settings", name))
+        for name, value in section.environment.items():
+            self.put(name, value, (*path, "environment", name))
+
+    def put(self, variable: str, value: str, origin: KeyPath) -> None:
+        self.values[variable] = value
+        self.origins[variable] = origin
+
+
+def service_prefix(service: str) -> str:
+    """Returns the beginning of the variables of a service."""
+    return f"{PREFIX}{service.upper()}_"
+
+
+def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the settings that are in the wrong place or have impossible names; the services check
+    the others."""
+    counts = {
+        "frontends": mesh.frontends.count,
+        "routers": mesh.routers.count,
+        "indexers": mesh.indexers.count,
+    }
+    yield from _section_problems((), mesh.settings, mesh.environment, is_shared=True)
+    for key, count in counts.items():
+        section: ServiceSection = getattr(mesh, key)
+        shared = count > 1
+        yield from _section_problems((key,), section.settings, section.environment, shared)
+    for i, group in enumerate(mesh.workers):
+        path: KeyPath = ("workers", i)
+        shared = group.count > 1
+        yield from _section_problems(path, group.settings, group.environment, shared)
+        for n, override in enumerate(group.each):
+            at = (*path, "each", n)
+            yield from _section_problems(at, override.settings, override.environment, False)
+
+
+def _section_problems(
+    path: KeyPath, settings: Mapping[str, str], environment: Iterable[str], is_shared: bool
+) -> Iterator[tuple[KeyPath, str]]:
+    for name, value in settings.items():
+        at = (*path, "settings", name)
+        if not _NAME.match(name):
+            near = name.lower().replace("-", "_").lstrip("_")
+            yield at, f"no such setting; names have underscores: {near}"
+        elif name in _OWN:
+            key = _OWN[name]
+            yield at, f"set it with the key {key}" if key else "is set by meshctl"
+        elif name in PORTS and is_shared and value not in ("", "0"):
+            yield at, "several processes on one host cannot have one port; use 0"
+    for name in environment:
+        if name.startswith(PREFIX):
+            yield (*path, "environment", name), "is a setting; give it under `settings`"

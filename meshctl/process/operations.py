@@ -1,0 +1,201 @@
+"""Operations on a running mesh: replaces, stops and starts members, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import Conflict, InvalidRequest
+from meshctl.process.rollout import Member, Step, check_drain, plan, select
+from meshctl.process.routable import Waiting
+from meshctl.process.supervise import Child, State, Supervisor
+from meshctl.services import ServiceSpec
+
+POLL_S = 0.1
+# Missing peers are reported this long after the process is ready, then when they change.
+QUIET_S = 2.0
+
+# Progress: the member, its state, and details.
+Report = Callable[[str, str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A replaced member. after_s: from the beginning of its replacement to its end; routable_s: to
+    the moment when the new process was routable."""
+
+    name: str
+    new_first: bool
+    routable_s: float
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rolling restart did. failed: the member at which it stopped, and the reason."""
+
+    replaced: Sequence[Replaced]
+    failed: tuple[str, str] | None = None
+
+
+class Operations:
+    """Changes the members of one mesh.
+
+    - specs: returns what the mesh file describes now. Raises MeshFileError.
+    - rotate_log: see `ProcessLauncher`.
+    - find_missing: returns which peers do not send work to a ready member yet.
+    - routable_s: time in which a ready member must become routable.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        specs: Callable[[], Sequence[ServiceSpec]],
+        rotate_log: Callable[[str], None],
+        find_missing: Callable[[Child], Awaitable[Waiting]],
+        environ: Mapping[str, str],
+        routable_s: float,
+    ) -> None:
+        self._supervisor = supervisor
+        self._specs = specs
+        self._rotate_log = rotate_log
+        self._find_missing = find_missing
+        self._environ = environ
+        self._routable_s = routable_s
+        self._current = ""
+
+    def members(self) -> list[Member]:
+        """Returns the members; one that is replaced is its newer process."""
+        by_name = {child.spec.name: child for child in self._supervisor.children}
+        return [Member(child.spec, child.state is State.READY) for child in by_name.values()]
+
+    def plan(self, names: Sequence[str], new_first: bool | None) -> list[Step]:
+        """Returns the replacements of a rolling restart. Raises InvalidRequest, Conflict."""
+        self._check_free()
+        members = self.members()
+        return plan(members, select(members, names), self._environ, new_first=new_first)
+
+    async def restart(
+        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+    ) -> Outcome:
+        """Replaces members one after the other; stops at the first that does not become routable.
+
+        is_cancelled: whether to stop after the present member. Raises Conflict, MeshFileError.
+        """
+        self._check_free()
+        specs = await self._read_specs()
+        replaced: list[Replaced] = []
+        for step in steps:
+            if is_cancelled():
+                return Outcome(replaced, (step.name, "the command was interrupted"))
+            self._current = f"a restart of {step.name}"
+            try:
+                result = await self._replace(step, specs.get(step.name), report)
+            finally:
+                self._current = ""
+            if isinstance(result, str):
+                report(step.name, "failed", result)
+                return Outcome(replaced, (step.name, result))
+            replaced.append(result)
+        return Outcome(replaced)
+
+    async def drain(self, name: str, report: Report, *, force: bool = False) -> None:
+        """Stops a member, which does not start again. Raises InvalidRequest, Conflict.
+
+        force: also the last live member of a role.
+        """
+        self._check_free()
+        members = self.members()
+        member = select(members, [name])[0] if force else check_drain(members, name)
+        child = self._child(member.spec.name)
+        began = self._now()
+        self._current = f"a drain of {child.spec.name}"
+        try:
+            report(child.spec.name, "draining", "")
+            await self._supervisor.end(child)
+        finally:
+            self._current = ""
+        report(child.spec.name, "drained", f"after {self._now() - began:.1f} s")
+
+    async def start(self, name: str, report: Report) -> None:
+        """Starts a drained or failed member, and waits until it is routable. Raises InvalidRequest,
+        Conflict."""
+        self._check_free()
+        (member, *others) = select(self.members(), [name])
+        old = self._child(member.spec.name)
+        if others or old.state not in (State.STOPPED, State.FAILED):
+            raise InvalidRequest(f"{name}: is {old.state}; start takes one stopped member")
+        specs = await self._read_specs()
+        self._current = f"a start of {old.spec.name}"
+        try:
+            spec = specs.get(old.spec.name, old.spec)
+            result = await self._replace(Step(spec.name, new_first=False), spec, report)
+        finally:
+            self._current = ""
+        if isinstance(result, str):
+            raise InvalidRequest(f"{name}: {result}")
+
+    async def _replace(
+        self, step: Step, spec: ServiceSpec | None, report: Report
+    ) -> Replaced | str:
+        """Returns the reason of a failure as text."""
+        supervisor, began = self._supervisor, self._now()
+        old = self._child(step.name)
+        self._rotate_log(step.name)
+        if not step.new_first:
+            if old.process is not None:
+                report(step.name, "draining", "")
+            await supervisor.end(old)
+        report(step.name, "starting", "beside the old process" if step.new_first else "")
+        new = supervisor.add(old.spec if spec is None else spec, after=old)
+        if not step.new_first:
+            supervisor.remove(old)
+        problem = await self._await_routable(new, report)
+        routable_s = self._now() - began
+        if problem:
+            if step.new_first:
+                await supervisor.end(new)
+                supervisor.remove(new)
+            return problem
+        report(step.name, "routable", f"after {routable_s:.1f} s")
+        if step.new_first:
+            await supervisor.end(old)
+            supervisor.remove(old)
+        after_s = self._now() - began
+        report(step.name, "replaced", f"after {after_s:.1f} s")
+        return Replaced(step.name, step.new_first, round(routable_s, 3), round(after_s, 3))
+
+    async def _await_routable(self, child: Child, report: Report) -> str:
+        """Waits until the peers can use a member; the reason if they cannot."""
+        if problem := await self._supervisor.wait_ready(child):
+            return problem
+        ready_at, reported = self._now(), ""
+        while missing := (waiting := await self._find_missing(child)).missing:
+            waited_s = self._now() - ready_at
+            if child.state is not State.READY:
+                return child.end_reason or "it ended"
+            if waited_s > self._routable_s:
+                return f"not routable within {self._routable_s:g} s: {missing}"
+            if waited_s > QUIET_S and missing != reported:
+                report(child.spec.name, "waiting", missing)
+                reported = missing
+            await asyncio.sleep(POLL_S)
+        if waiting.given_up:
+            report(child.spec.name, "given up", waiting.given_up)
+        return ""
+
+    async def _read_specs(self) -> dict[str, ServiceSpec]:
+        # In a thread: it checks the mesh file with a child process.
+        return {spec.name: spec for spec in await asyncio.to_thread(self._specs)}
+
+    def _child(self, name: str) -> Child:
+        return next(c for c in reversed(self._supervisor.children) if c.spec.name == name)
+
+    def _check_free(self) -> None:
+        if self._current:
+            raise Conflict(f"{self._current} is under way", reason="BUSY")
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,50 @@
+"""Whether the peers of a member send it work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import MeshError
+from common.rpc import channel as rpc
+from common.service.routable.service import read_routable
+from meshctl.process.supervise import Child, State, Supervisor
+
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a member waits for, and the peers without which it is routable."""
+
+    missing: str = ""
+    """"": the member is routable."""
+    given_up: str = ""
+
+
+async def find_missing(
+    supervisor: Supervisor, security: rpc.Security, required: Sequence[str], child: Child
+) -> Waiting:
+    """Returns what a ready member waits for.
+
+    required: roles of which a member must be live.
+    """
+    if child.line is None:
+        return Waiting("it is not ready")
+    for role in required:
+        members = [c for c in supervisor.children if c.spec.role.partition(" ")[0] == role]
+        if not any(member.state is State.READY for member in members):
+            return Waiting(f"there is no live {role}, which the mesh file requires")
+    address = child.line.addresses["grpc"]
+    try:
+        async with rpc.channel(address, role=child.line.name, security=security) as channel:
+            state = await read_routable(channel, timeout_s=TIMEOUT_S)
+    except MeshError as error:
+        return Waiting(f"it does not respond: {error.message}")
+    # A service of an earlier version does not report it, and is routable when it is ready.
+    if state is None:
+        return Waiting()
+    given_up = "; ".join(map(str, state.given_up))
+    if state.is_routable:
+        return Waiting(given_up=given_up)
+    return Waiting("; ".join(map(str, state.missing)) or "it has not read its peers yet", given_up)

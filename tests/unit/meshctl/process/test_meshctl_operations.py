@@ -1,0 +1,192 @@
+"""Rolling restarts, drains and starts of members, with fake processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from common.errors import Conflict, InvalidRequest
+from meshctl.process.operations import Operations, Outcome
+from meshctl.process.routable import Waiting
+from meshctl.process.supervise import Child, State, Supervisor
+from meshctl.services import ServiceSpec
+from tests.kit.supervised import FakeProcess, World, becomes_ready, dead, running, silent, spec
+from tests.kit.waiting import until
+
+
+@dataclass
+class Bed:
+    """A running mesh with its operations. missing: why a member is not routable, by its pid."""
+
+    world: World
+    supervisor: Supervisor
+    operations: Operations
+    reports: list[tuple[str, str]] = field(default_factory=list)
+    rotated: list[str] = field(default_factory=list)
+    missing: dict[int, str] = field(default_factory=dict)
+
+    def report(self, name: str, state: str, _detail: str) -> None:
+        self.reports.append((name, state))
+
+    async def restart(self, *names: str, new_first: bool | None = None) -> Outcome:
+        steps = self.operations.plan(names, new_first)
+        return await self.operations.restart(steps, self.report, lambda: False)
+
+    def states(self) -> list[State]:
+        return [child.state for child in self.supervisor.children]
+
+    def entries(self) -> list[str]:
+        """What happened to the processes since the start."""
+        return self.world.log.entries[len(self.supervisor.children) :]
+
+
+def worker(name: str) -> ServiceSpec:
+    return replace(spec(name), module="worker_svc", role="aggregated worker of m")
+
+
+@asynccontextmanager
+async def bed(
+    *names: str, born: Callable[[FakeProcess], None] = becomes_ready, routable_s: float = 20.0
+) -> AsyncIterator[Bed]:
+    world = World(born=born)
+    specs = [worker(name) for name in names]
+    async with running(world, *specs) as supervisor:
+        rotated: list[str] = []
+        missing: dict[int, str] = {}
+
+        async def find_missing(child: Child) -> Waiting:
+            return Waiting(missing.get(child.process.pid, "") if child.process else "")
+
+        operations = Operations(
+            supervisor,
+            specs=lambda: specs,
+            rotate_log=rotated.append,
+            find_missing=find_missing,
+            environ={},
+            routable_s=routable_s,
+        )
+        await supervisor.wait_all_ready()
+        yield Bed(world, supervisor, operations, [], rotated, missing)
+
+
+async def test_of_several_members_one_ends_before_the_next_one_starts() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        outcome = await mesh.restart()
+        assert mesh.entries() == [
+            "TERM worker-0",
+            "START worker-0",
+            "TERM worker-1",
+            "START worker-1",
+        ]
+        assert [item.name for item in outcome.replaced] == ["worker-0", "worker-1"]
+        assert outcome.failed is None
+        assert mesh.rotated == ["worker-0", "worker-1"]
+        states = [(child.spec.name, child.state) for child in mesh.supervisor.children]
+        assert states == [("worker-0", State.READY), ("worker-1", State.READY)]
+    assert mesh.supervisor.is_clean
+
+
+async def test_the_only_member_of_a_role_ends_after_its_successor_is_routable() -> None:
+    async with bed("worker-0") as mesh:
+        mesh.missing[101] = "frontend-0"
+        restart = asyncio.ensure_future(mesh.restart())
+        await until(lambda: len(mesh.world.processes) == 2, "the successor started")
+        assert "TERM worker-0" not in mesh.world.log.entries
+        mesh.missing.clear()
+        outcome = await restart
+        assert mesh.entries() == ["START worker-0", "TERM worker-0"]
+        assert [item.new_first for item in outcome.replaced] == [True]
+        assert [state for _, state in mesh.reports] == ["starting", "routable", "replaced"]
+        assert [child.process is mesh.world.processes[1] for child in mesh.supervisor.children] == [
+            True
+        ]
+
+
+async def test_a_successor_that_does_not_become_routable_ends_and_the_old_one_stays() -> None:
+    async with bed("worker-0", routable_s=0.01) as mesh:
+        mesh.missing[101] = "frontend-0 has no stream"
+        outcome = await mesh.restart()
+        reason = "not routable within 0.01 s: frontend-0 has no stream"
+        assert outcome.failed == ("worker-0", reason)
+        (child,) = mesh.supervisor.children
+        assert child.process is mesh.world.processes[0]
+        assert child.state is State.READY
+
+
+async def test_a_restart_stops_at_the_first_member_that_does_not_start() -> None:
+    def born(process: FakeProcess) -> None:
+        (becomes_ready if process.pid < 102 else dead)(process)
+
+    async with bed("worker-0", "worker-1", born=born) as mesh:
+        outcome = await mesh.restart()
+        assert outcome.replaced == []
+        assert outcome.failed is not None
+        assert outcome.failed[0] == "worker-0"
+        assert "exit status 1" in outcome.failed[1]
+        assert "TERM worker-1" not in mesh.entries()
+        # Its restarts are exhausted some time later, and the mesh goes on.
+        await until(
+            lambda: mesh.supervisor.children[0].state is State.FAILED, "its restarts are exhausted"
+        )
+        assert mesh.supervisor.children[1].state is State.READY
+
+
+async def test_an_interrupted_restart_stops_after_the_present_member() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        steps = mesh.operations.plan([], None)
+        outcome = await mesh.operations.restart(
+            steps, mesh.report, lambda: ("worker-0", "replaced") in mesh.reports
+        )
+        assert [item.name for item in outcome.replaced] == ["worker-0"]
+        assert outcome.failed == ("worker-1", "the command was interrupted")
+
+
+async def test_a_second_operation_is_refused_while_one_is_under_way() -> None:
+    async with bed("worker-0") as mesh:
+        mesh.missing[101] = "frontend-0"
+        restart = asyncio.ensure_future(mesh.restart())
+        await until(lambda: len(mesh.world.processes) == 2, "the successor started")
+        with pytest.raises(Conflict, match="a restart of worker-0 is under way"):
+            mesh.operations.plan([], None)
+        mesh.missing.clear()
+        await restart
+
+
+async def test_a_drained_member_stays_stopped_until_it_is_started() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        with pytest.raises(InvalidRequest, match="start takes one stopped member"):
+            await mesh.operations.start("worker-0", mesh.report)
+        await mesh.operations.drain("worker-0", mesh.report)
+        assert mesh.states() == [State.STOPPED, State.READY]
+        with pytest.raises(InvalidRequest, match="last live"):
+            await mesh.operations.drain("worker-1", mesh.report)
+        await mesh.operations.start("worker-0", mesh.report)
+        assert mesh.states() == [State.READY, State.READY]
+        assert mesh.entries() == ["TERM worker-0", "START worker-0"]
+
+
+async def test_a_stop_during_a_restart_ends_both_processes_once() -> None:
+    async with bed("worker-0", born=becomes_ready) as mesh:
+        mesh.missing[101] = "frontend-0"
+        restart = asyncio.ensure_future(mesh.restart())
+        await until(lambda: len(mesh.world.processes) == 2, "the successor started")
+        mesh.supervisor.stop()
+        restart.cancel()
+    assert mesh.world.log.entries.count("TERM worker-0") == 2
+    assert all(process.ended.done() for process in mesh.world.processes)
+
+
+async def test_a_process_that_hangs_at_its_start_does_not_hide_the_old_one() -> None:
+    def born(process: FakeProcess) -> None:
+        (becomes_ready if process.pid == 100 else silent)(process)
+
+    async with bed("worker-0", born=born) as mesh:
+        restart = asyncio.ensure_future(mesh.restart())
+        await until(lambda: len(mesh.world.processes) == 2, "the successor started")
+        assert [child.state for child in mesh.supervisor.children] == [State.READY, State.STARTING]
+        mesh.world.processes[1].report_ready()
+        assert (await restart).failed is None
