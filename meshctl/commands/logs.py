@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from meshctl.view.screen import describe_fields
 
 POLL_S = 0.2
 LEVELS = ("debug", "info", "warning", "error")
+# An id of an instance. Those of requests and spans are hexadecimal or shorter.
+_INSTANCE_ID = re.compile(r"\b[0-9]{15,19}\b")
 
 
 def _complete_names(ctx: click.Context, _param: click.Parameter, start: str) -> list[str]:
@@ -58,21 +61,22 @@ def command(
     with ExitStack() as stack:
         logs = [stack.enter_context(closing(log)) for log in _select(config.log_dir, name)]
         shown = _Filter(level, _ids_of(request, [log.path for log in logs]))
-        _print_present(logs, shown, lines, as_json=as_json)
-        return _follow(logs, shown, as_json=as_json) if follow else 0
+        printer = _Printer(as_json, _read_names(config.log_dir))
+        _print_present(logs, shown, lines, printer)
+        return _follow(logs, shown, printer) if follow else 0
 
 
 def _print_present(
-    logs: Sequence[_Log], shown: _Filter, lines: int | None, *, as_json: bool
+    logs: Sequence[_Log], shown: _Filter, lines: int | None, printer: _Printer
 ) -> None:
     """Prints what the logs have; lines: the last ones only."""
     merged = heapq.merge(*(log.read() for log in logs), key=lambda line: line.time)
     chosen = [line for line in merged if shown.has(line)]
     for line in chosen[len(chosen) - lines if lines is not None else 0 :]:
-        line.print(as_json=as_json)
+        printer.print(line)
 
 
-def _follow(logs: Sequence[_Log], shown: _Filter, *, as_json: bool) -> int:
+def _follow(logs: Sequence[_Log], shown: _Filter, printer: _Printer) -> int:
     """Prints new lines until Ctrl-C."""
     sys.stdout.flush()
     try:
@@ -80,7 +84,7 @@ def _follow(logs: Sequence[_Log], shown: _Filter, *, as_json: bool) -> int:
         while True:
             new = [line for log in logs for line in log.read() if shown.has(line)]
             for line in sorted(new, key=lambda line: line.time):
-                line.print(as_json=as_json)
+                printer.print(line)
             sys.stdout.flush()
             time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -96,16 +100,32 @@ class _Line:
     time: str
     fields: dict[str, Any]
 
-    def print(self, *, as_json: bool) -> None:
-        if as_json:
-            sys.stdout.write(json.dumps({"name": self.name, **self.fields}) + "\n")
+
+@dataclass(frozen=True, slots=True)
+class _Printer:
+    """names: stable names of instances by id, which follow the ids."""
+
+    as_json: bool
+    names: dict[str, str]
+
+    def print(self, line: _Line) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps({"name": line.name, **line.fields}) + "\n")
             return
+        self._note_name(line.fields)
         # Of 2026-11-25T20:19:59.123456Z.
-        clock = self.time[11:23]
-        level = str(self.fields.get("level", ""))
-        sys.stdout.write(
-            f"{clock:12}  {level:7}  {self.name:12}  {describe_fields(self.fields)}".rstrip() + "\n"
-        )
+        clock = line.time[11:23]
+        level = str(line.fields.get("level", ""))
+        text = _INSTANCE_ID.sub(self._with_name, describe_fields(line.fields))
+        sys.stdout.write(f"{clock:12}  {level:7}  {line.name:12}  {text}".rstrip() + "\n")
+
+    def _note_name(self, fields: Mapping[str, Any]) -> None:
+        if fields.get("name"):
+            self.names[str(fields.get("instance"))] = str(fields["name"])
+
+    def _with_name(self, found: re.Match[str]) -> str:
+        name = self.names.get(found[0], "")
+        return f"{found[0]} ({name})" if name else found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +209,16 @@ def _select(log_dir: Path, name: str) -> list[_Log]:
         names = {log.name for log in logs}
         raise NotFound(f"no log of {name!r} in {log_dir}{suggest(name, names)}", field="name")
     return chosen
+
+
+def _read_names(log_dir: Path) -> dict[str, str]:
+    """Returns the stable names of the instances that have become ready, by id."""
+    return {
+        str(fields.get("instance")): str(fields["name"])
+        for path in log_files(log_dir)
+        for fields in read_lines(path, ['"ready"'])
+        if fields.get("name")
+    }
 
 
 def _is_of(path: Path, name: str) -> bool:

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from meshctl.cli import run_command
+from meshctl.cli import application, run_command
 from meshctl.commands.demo import SpanReceiver, run_span_receiver
 from tests.kit.jaeger import jaeger
 from tests.kit.processes import MODEL, Mesh
@@ -266,6 +267,7 @@ def test_logs_are_merged_filtered_and_readable(commands: Commands, mesh: Mesh) -
     assert len(rows) == 1
     assert rows[0].split()[1:4] == ["info", "frontend-1", "request"]
     assert f"request_id={line['request_id']}" in rows[0]
+    assert f"{line['workers'][0]} (prefill-1)" in rows[0]
     ready = [text for text in commands.run("logs")[0].splitlines() if "  ready addresses=" in text]
     assert {text.split()[2] for text in ready} >= {"router-1", "router-2", "decode-2"}
     assert ready == sorted(ready)
@@ -319,6 +321,33 @@ def test_top_shows_load_and_traffic(commands: Commands, mesh: Mesh) -> None:
     out, _ = commands.run("top", "--once")
     assert out.splitlines()[0].split()[:4] == ["NAME", "SERVICE", "MODEL", "HEALTH"]
     assert any(text.startswith("decode-2") for text in out.splitlines())
+
+
+def test_top_reads_metrics_of_a_port_of_their_own(commands: Commands, mesh: Mesh) -> None:
+    frontend = mesh.spawn("frontend", "--metrics-port=0", "--metrics-path=/m")
+    try:
+        frontend.wait_ready()
+        shown = commands.json("top", "--once")
+        assert shown["problems"] == []
+        members = {member["name"]: member for member in shown["members"]}
+        assert members[frontend.name]["running"] == 0
+    finally:
+        frontend.send(signal.SIGTERM)
+        frontend.wait()
+
+
+def test_a_shell_completes_the_names_of_members(mesh: Mesh) -> None:
+    result = CliRunner().invoke(
+        application,
+        prog_name="meshctl",
+        obj={"KVMESH_REGISTRY_PATH": str(mesh.folder / "registry")},
+        env={
+            "_MESHCTL_COMPLETE": "bash_complete",
+            "COMP_WORDS": "meshctl status router-",
+            "COMP_CWORD": "2",
+        },
+    )
+    assert result.output.split() == ["plain,router-1", "plain,router-2"]
 
 
 def test_names_stand_beside_ids_in_logs_spans_and_metrics(
