@@ -18,6 +18,7 @@ from common.rpc import channel as rpc
 from common.service.health import MEMBER_SERVICE
 from common.service.routable.peers import Routable
 from common.service.routable.service import MemberServicer, read_routable
+from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc
 from kvmesh.member.v1 import member_pb2_grpc
 from tests.kit.apps import living
 from tests.kit.waiting import WAIT_S, until
@@ -179,6 +180,30 @@ async def test_a_member_that_leaves_waits_for_the_limit_at_most() -> None:
                 await app.left(WAIT_S)
     (event,) = [line for line in logs if line["event"] == "left_with_peers"]
     assert event["peers"] == ["frontend front: it still sends requests"]
+
+
+async def test_a_drained_worker_refuses_requests_once_no_peer_sends_any_and_joins_again() -> None:
+    store, fake = MemoryStore(), FakePeer()
+    fake.reasons[False] = ""
+    settings: dict[str, Any] = {"admin_token": "admin", "notice_s": 0.0}
+    async with peer(store, fake.reason_against), worker(store, **settings) as app:
+        await until(lambda: health(app), "the worker is routable")
+        draining = asyncio.create_task(admin(app, "Drain", admin_pb2.DrainRequest()))
+        await until(lambda: (app.instance_id, True) in fake.calls, "the worker calls its peer")
+        assert not draining.done(), "the peer still sends requests"
+        fake.reasons[True] = ""
+        await draining
+        assert app.runner.is_draining
+        await admin(app, "Resume", admin_pb2.ResumeRequest())
+        await until(lambda: health(app), "the worker is routable again")
+        assert app.routable == Routable(True)
+
+
+# Any: a message of AdminService.
+async def admin(app: WorkerApp, method: str, request: Any) -> Any:
+    async with rpc.channel(app.address) as channel:
+        call = getattr(admin_pb2_grpc.AdminServiceStub(channel), method)
+        return await call(request, metadata=[("authorization", "Bearer admin")], timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("service", ["indexer", "worker"])

@@ -108,9 +108,10 @@ class RoutableWatch:
     async def left(self, timeout_s: float) -> None:
         """Returns when no live peer sends work to this process any more, after `timeout_s` or the
         limit of silence at most."""
-        peers = self._peers
-        if peers is None or not peers.is_leaving:
+        if self._member is None or self._peers is None or not self._peers.is_leaving:
             return
+        # New ones: an earlier call may have ended before its peers had acknowledged.
+        peers = self._peers = Peers(self._member, self._limit_s, is_leaving=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, self._limit_s)):
                 await self._run(peers)
@@ -159,7 +160,7 @@ class RoutableWatch:
                         timeout_s=min(CALL_TIMEOUT_S, left_s),
                     )
                 except MeshError as error:
-                    self._record_failure(peers, peer, error.message)
+                    self._record_failure(peers, peer, f"the call failed: {error.message}")
                 else:
                     peers.responded(peer.id, reason, self._clock())
                 self._changed.set()
