@@ -8,6 +8,7 @@ the kernel ends it if it exceeds them.
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import weakref
@@ -145,7 +146,7 @@ class TemplateProcess:
                 if not future.done():
                     future.set_result(rendered)
             self._render_next()
-        elif self._is_suspect_rendered:
+        elif self._is_suspect_rendered or (len(self._batch) == 1 and self._process.was_late):
             text = "it exceeded its limits of time, memory or output and was stopped"
             self._fail_batch(TemplateError(f"chat template: {text}"))
         else:
@@ -188,6 +189,8 @@ class _Process(asyncio.Protocol):
         self._is_lost: asyncio.Event
         self._on_reply: Callable[[Json | None], None] | None = None
         self._received = bytearray()
+        # Whether the last process was ended at its limit of processor time.
+        self.was_late = False
 
     @property
     def is_connected(self) -> bool:
@@ -250,9 +253,11 @@ class _Process(asyncio.Protocol):
             on_reply(reply)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._process is not None:
+        process = self._process
+        if process is not None:
             log.warning("template_process_ended", cpu_s=RENDER_CPU_S, bytes=MEMORY_BYTES_MAX)
         self.end()
+        self.was_late = process is not None and process.returncode == -signal.SIGPROF
         self._is_lost.set()
         self._transport = None
         self._received = bytearray()

@@ -16,6 +16,10 @@ from tests.kit.waiting import WAIT_S, wait_for
 STREAMS = 16
 # Between two tokens of a paced stream, in seconds: usually 0.03.
 GAP_MAX_S = 0.4
+# Above this pause of a thread that only sleeps, a machine is busy: usually 0.002.
+BUSY_PAUSE_S = 0.05
+PAUSE_TICK_S = 0.005
+MEASUREMENTS_MAX = 5
 MESSAGE = {"role": "user", "content": "x"}
 _BODY = {
     "model": MODEL,
@@ -27,7 +31,7 @@ _BODY = {
 
 
 class PacedStream(threading.Thread):
-    """A streamed response, and the longest time between two of its events."""
+    """Streamed responses, one after another, and the longest time between two events of one."""
 
     def __init__(
         self, url: str, stop: threading.Event, headers: Mapping[str, str] | None = None
@@ -40,6 +44,11 @@ class PacedStream(threading.Thread):
         self._headers = dict(headers or {})
 
     def run(self) -> None:
+        # A response lasts a minute; a test may take longer on a busy machine.
+        while not self._stop_reading.is_set():
+            self._read_response()
+
+    def _read_response(self) -> None:
         self._connection.request("POST", "/v1/chat/completions", json.dumps(_BODY), self._headers)
         response = self._connection.getresponse()
         last: float | None = None
@@ -79,11 +88,53 @@ def paced_streams(
             stream.join(WAIT_S)
 
 
+class MachinePauses(threading.Thread):
+    """Measures how long other programs keep the processor from a thread that only sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest_s = 0.0
+        self._stop_measuring = threading.Event()
+
+    def __enter__(self) -> MachinePauses:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_measuring.set()
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            begin = time.monotonic()
+            # Sleep: its excess is what is measured.
+            if self._stop_measuring.wait(PAUSE_TICK_S):
+                return
+            self.longest_s = max(self.longest_s, time.monotonic() - begin - PAUSE_TICK_S)
+
+
 # Any: JSON.
 def post_beside(
     streams: Sequence[PacedStream], url: str, path: str, body: bytes
 ) -> tuple[int, Any, float, float]:
-    """Status, JSON and seconds of a response, and the longest gap of the streams until then."""
+    """Status, JSON and seconds of a response, and the longest gap of the streams until then.
+
+    It is measured again if the gap is too long on a machine that was busy meanwhile: a token passes
+    three processes, and each one waits for the processor.
+    """
+    for _ in range(MEASUREMENTS_MAX):
+        with MachinePauses() as pauses:
+            status, value, seconds, gap_s = _post_once(streams, url, path, body)
+        if gap_s <= GAP_MAX_S or pauses.longest_s < BUSY_PAUSE_S:
+            break
+        print(f"measured again: gap {gap_s:.3f} s, pauses of the machine {pauses.longest_s:.3f} s")
+    return status, value, seconds, gap_s
+
+
+# Any: JSON.
+def _post_once(
+    streams: Sequence[PacedStream], url: str, path: str, body: bytes
+) -> tuple[int, Any, float, float]:
     for stream in streams:
         stream.gap_s = 0.0
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)

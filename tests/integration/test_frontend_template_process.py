@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import Unavailable
 from frontend_svc.prompts import template_process
@@ -132,6 +133,27 @@ async def test_only_the_prompt_that_exceeds_a_limit_fails(template: TemplateProc
     assert isinstance(found[1], TemplateError)
     assert "exceeded its limits" in str(found[1])
     assert [found[0], found[2], found[3]] == ["<a>", "<b>", "<c>"]
+
+
+async def test_a_prompt_alone_that_exceeds_its_time_is_rendered_once(
+    template: TemplateProcess,
+) -> None:
+    with capture_logs() as logs, pytest.raises(TemplateError, match="exceeded its limits"):
+        await prompt(template, "loop")
+    assert [line["event"] for line in logs] == ["template_process_ended"]
+    assert await prompt(template, "next") == "<next>"
+
+
+async def test_a_prompt_alone_whose_process_ends_otherwise_is_rendered_again(
+    template: TemplateProcess,
+) -> None:
+    task = asyncio.create_task(prompt(template, "loop"))
+    await until(lambda: len(template._batch) == 1, "the prompt is sent")
+    with capture_logs() as logs:
+        os.kill(pid_of(template), signal.SIGKILL)
+        with pytest.raises(TemplateError, match="exceeded its limits"):
+            await task
+    assert len(logs) == 2
 
 
 async def test_a_cancelled_prompt_does_not_affect_the_next(template: TemplateProcess) -> None:
