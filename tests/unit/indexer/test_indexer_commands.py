@@ -33,7 +33,7 @@ def test_help_starts_with_the_name_and_the_flags_of_the_command(
 ) -> None:
     assert run(main, ["--help"], monkeypatch) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"usage: {name} ")
+    assert text.startswith(f"Usage: {name} ")
     flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     own = {
         "record": ["--indexer", "--out", "--max-mb", "--seconds"],
