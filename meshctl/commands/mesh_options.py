@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,18 +24,24 @@ class MeshFileCommand(MeshCommand[UpOptions]):
     """A command with the flags of `meshctl up`, some of whose values may be in a mesh file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        flags = [f"--file{word[2:]}" if word[:2] == "-f" else word for word in args]
-        paths = [word.partition("=")[2] for word in flags if word.startswith("--file=")]
-        paths += [path for word, path in pairwise(flags) if word == "--file"]
-        if paths and not ctx.resilient_parsing:
+        flags, path = split_mesh_file(args)
+        if path is not None and not ctx.resilient_parsing:
             try:
-                loaded = read_mesh_file(Path(paths[0]))
+                loaded = read_mesh_file(path)
             except MeshFileError as error:
                 report_problems(error)
                 ctx.exit(2)
             flags = [*loaded.option_flags(flags), *flags]
             ctx.obj = loaded.with_shared_settings(ctx.obj)
         return super().parse_args(ctx, flags)
+
+
+def split_mesh_file(args: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Returns a command line with `--file` in place of `-f`, and the path that it gives."""
+    flags = [f"--file{word[2:]}" if word[:2] == "-f" else word for word in args]
+    paths = [word.partition("=")[2] for word in flags if word.startswith("--file=")]
+    paths += [path for word, path in pairwise(flags) if word == "--file"]
+    return flags, Path(paths[0]) if paths else None
 
 
 def report_problems(error: MeshFileError) -> None:

@@ -239,6 +239,30 @@ class MemberFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """A service of a `meshctl up`."""
+
+    name: str
+    state: str
+    """starting, ready, waiting, stopping, stopped or failed."""
+
+    failures: int = 0
+    """Ends in a row without becoming ready."""
+
+    error: str = ""
+    """Why it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorFacts:
+    """The `meshctl up` of a folder of logs; without services if there is none."""
+
+    services: tuple[ServiceFacts, ...] = ()
+    error: str = ""
+    """Why it does not report them."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostFacts:
     """This host and the environment of doctor."""
 
@@ -266,6 +290,13 @@ class Facts:
     setting_problems: tuple[str, ...] = ()
     """Invalid settings, as `name: problem`."""
 
+    expected: tuple[str, ...] = ()
+    """Stable names of the services of the mesh file."""
+
+    required: tuple[str, ...] = ()
+    """Roles that the mesh file requires."""
+
+    supervisor: SupervisorFacts = SupervisorFacts()
     host: HostFacts = HostFacts()
     registry: RegistryFacts | None = None
     """None: the settings do not name one."""

@@ -102,6 +102,30 @@ RULES = {
             "start a mesh (`meshctl up`), or set KVMESH_NAMESPACE and the registry to those of it",
         ),
         Rule(
+            "supervisor_silent",
+            _ERROR,
+            "a `meshctl up` runs in this folder of logs and does not answer",
+            "continue it if it is stopped (`kill -CONT`), or end it and start it again",
+        ),
+        Rule(
+            "service_failing",
+            _ERROR,
+            "a service of `meshctl up` ends again and again",
+            "read the end of its log: `meshctl logs {name}`",
+        ),
+        Rule(
+            "service_stopped",
+            _WARNING,
+            "a service of `meshctl up` is stopped",
+            "`meshctl start {name}`",
+        ),
+        Rule(
+            "member_missing",
+            _ERROR,
+            "a service of the mesh file is not registered",
+            "start {name}, or remove it from the mesh file",
+        ),
+        Rule(
             "role_missing",
             _ERROR,
             "the mesh has no member of a role that others need",

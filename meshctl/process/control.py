@@ -50,7 +50,7 @@ Handle = Callable[[ControlRequest, Send, Callable[[], bool]], Awaitable[Any]]
 
 
 @contextmanager
-def _short_address(folder: Path) -> Iterator[str]:
+def short_address(folder: Path) -> Iterator[str]:
     """Yields an address of the socket; paths of Unix sockets are limited to 107 bytes."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -67,7 +67,7 @@ async def control_server(folder: Path, handle: Handle) -> AsyncIterator[None]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
     try:
-        with _short_address(folder) as address:
+        with short_address(folder) as address:
             listener.bind(address)
     finally:
         os.umask(mask)
@@ -129,7 +129,7 @@ def request(folder: Path, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            with _short_address(folder) as address:
+            with short_address(folder) as address:
                 client.connect(address)
             client.sendall(json.dumps(line).encode() + b"\n")
         except OSError as error:

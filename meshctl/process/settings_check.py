@@ -33,7 +33,7 @@ def check_settings(
         }
         for spec in specs
     ]
-    found = _run(checks, service_environment(environ, "worker_svc"))
+    found = run_checks(checks, service_environment(environ, "worker_svc"))
     problems = [
         loaded.place(problem, spec.origins)
         for spec, of_spec in zip(specs, found, strict=True)
@@ -43,7 +43,9 @@ def check_settings(
         raise MeshFileError(problems)
 
 
-def _run(checks: Sequence[object], environ: Mapping[str, str]) -> list[list[str]]:
+def run_checks(checks: Sequence[object], environ: Mapping[str, str]) -> list[list[str]]:
+    """Returns the problems of each check (see `settings_child`). Raises MeshFileError if they
+    cannot be found."""
     command = [sys.executable, "-m", "meshctl.process.settings_child"]
     try:
         done = subprocess.run(

@@ -276,19 +276,52 @@ def test_a_read_only_registry_a_full_disk_and_a_low_limit_are_named(mesh: Mesh) 
     assert report.status == 1
 
 
-def test_unknown_variables_are_named() -> None:
+def command(*flags: object, **environ: str) -> Report:
+    """Runs the command."""
     done = subprocess.run(
-        [sys.executable, "-m", "meshctl", "doctor", "--json"],
+        [sys.executable, "-m", "meshctl", "doctor", "--json", *map(str, flags)],
         cwd=ROOT,
-        env={**environment(), "KVMESH_DRAINS_S": "3"},
+        env={**environment(), **environ},
         capture_output=True,
         text=True,
         timeout=COMMAND_S,
         check=False,
     )
-    report = Report(done.returncode, json.loads(done.stdout))
-    assert "KVMESH_DRAIN_S" in report.one("setting_invalid")["found"]
+    assert done.stdout, done.stderr
+    return Report(done.returncode, json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("KVMESH_DRAINS_S", "KVMESH_DRAIN_S"),
+        ("KVMESH_ROUTER_QUEUE_TRESHOLD", "KVMESH_ROUTER_QUEUE_THRESHOLD"),
+    ],
+)
+def test_unknown_variables_of_the_mesh_and_of_a_service_are_named(
+    variable: str, meant: str, tmp_path: Path
+) -> None:
+    report = command(f"--registry-path={tmp_path}", **{variable: "3"})
+    assert f"did you mean {meant}?" in report.one("setting_invalid")["found"]
+    assert f"correct or unset {variable}" in report.one("setting_invalid")["remedy"]
     assert report.status == 1
+
+
+def test_a_mesh_file_is_checked_with_its_services(mesh: Mesh) -> None:
+    path = mesh.folder / "mesh.yaml"
+    good = (
+        f"registry_path: {mesh.folder / 'registry'}\nlog_dir: {mesh.folder}\n"
+        "workers: [{name: flaky, count: 1}]\nrequire: [indexer]\n"
+        "routers:\n  settings: {queue_threshold: 2}\n"
+    )
+    path.write_text(good.replace("queue_threshold", "queue_treshold"))
+    found = command("-f", path).one("setting_invalid")["found"]
+    assert f"{path}:6:14: routers.settings.queue_treshold: no such setting" in found
+    path.write_text(good)
+    report = command("-f", path)
+    missing = {found["subject"]["name"] for found in report.of("member_missing")}
+    assert missing == {"frontend-0", "router-0", "indexer-0", "flaky-0"}
+    assert report.content["members"] == 5
 
 
 @contextmanager
@@ -367,6 +400,10 @@ def test_lost_members_and_entries_of_ended_processes_are_named(mesh: Mesh) -> No
     lost = wait_for(lambda: examine(mesh.folder).of("indexer_lost"), "its entry is removed")
     assert "indexer lost" in lost[0]["found"]
     assert "start an indexer" in lost[0]["remedy"]
+    path = mesh.folder / "required.yaml"
+    path.write_text(f"registry_path: {mesh.folder / 'registry'}\nrequire: [indexer]\n")
+    required = command("-f", path).one("role_missing")
+    assert "requires the role indexer" in required["found"]
 
     for worker in mesh.workers:
         worker.kill()

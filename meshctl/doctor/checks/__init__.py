@@ -16,6 +16,7 @@ from meshctl.doctor.checks.host import (
 from meshctl.doctor.checks.index import check_hashes, check_indexers, check_replicas, check_verified
 from meshctl.doctor.checks.members import check_frontends, check_members, check_roles
 from meshctl.doctor.checks.registry import check_cards, check_entries, check_registry
+from meshctl.doctor.checks.services import check_expected, check_services
 from meshctl.doctor.checks.settings import check_secret_files, check_settings
 from meshctl.doctor.facts import Facts
 from meshctl.doctor.findings import Finding, Severity
@@ -26,6 +27,8 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_registry,
     check_entries,
     check_cards,
+    check_services,
+    check_expected,
     check_roles,
     check_members,
     check_frontends,

@@ -19,6 +19,7 @@ from meshctl.doctor.collect.members import has_settled_index, read_member
 from meshctl.doctor.collect.processes import find_listeners, read_process
 from meshctl.doctor.collect.registry import read_registry
 from meshctl.doctor.collect.settings import (
+    Planned,
     Settings,
     fixed_ports,
     of_config,
@@ -27,6 +28,7 @@ from meshctl.doctor.collect.settings import (
     record_folders,
     secret_files,
 )
+from meshctl.doctor.collect.supervisor import read_supervisor
 from meshctl.doctor.facts import (
     CertificateFacts,
     Facts,
@@ -43,10 +45,17 @@ INDEX_SETTLES_S = 1.0
 
 
 async def collect(
-    config: ServiceConfig, environ: Mapping[str, str], limits: Limits, log_dir: Path
+    config: ServiceConfig,
+    environ: Mapping[str, str],
+    limits: Limits,
+    log_dir: Path,
+    planned: Planned,
 ) -> Facts:
-    """Returns the facts. It takes a few times `limits.answer_s` at most."""
-    problems: list[str] = []
+    """Returns the facts. It takes a few times `limits.answer_s` at most.
+
+    planned: of the mesh file and the environment.
+    """
+    problems = list(planned.problems)
     registry: RegistryFacts | None = None
     instances: tuple[Instance, ...] = ()
     security = rpc.PLAINTEXT
@@ -55,7 +64,8 @@ async def collect(
         registry, instances = await read_registry(config, limits.answer_s)
     except MeshError as error:
         problems.append(f"{PREFIX}{(error.field or '').upper()}: {error.message}")
-    processes, answers = await asyncio.gather(
+    supervisor, processes, answers = await asyncio.gather(
+        read_supervisor(log_dir, limits.answer_s),
         asyncio.to_thread(_find_processes, instances),
         asyncio.gather(*(_read_member(i, security, limits.answer_s) for i in instances)),
     )
@@ -68,8 +78,8 @@ async def collect(
         newest = {member.instance.id: member for member in again}
         answers = [newest.get(member.instance.id, member) for member in answers]
     members = [replace(m, process=processes.get(m.instance.id)) for m in answers]
-    planned = of_environment(environ)
-    sources = [of_config(config), *planned, *map(of_process, processes.values())]
+    not_started = [*planned.settings, *of_environment(environ)]
+    sources = [of_config(config), *not_started, *map(of_process, processes.values())]
     presented = await _read_presented(config, members, limits.answer_s)
     return Facts(
         now_s=time.time(),
@@ -77,6 +87,9 @@ async def collect(
         namespace=config.namespace,
         has_token=config.mesh_token is not None,
         setting_problems=tuple(problems),
+        expected=planned.expected,
+        required=planned.required,
+        supervisor=supervisor,
         host=read_host(),
         registry=registry,
         members=tuple(members),
@@ -85,7 +98,7 @@ async def collect(
             read_secret_file(path, setting, has_keys=has_keys)
             for path, setting, has_keys in secret_files(sources)
         ),
-        ports=await asyncio.to_thread(_read_ports, planned, members, has_mesh=bool(members)),
+        ports=await asyncio.to_thread(_read_ports, not_started, members, has_mesh=bool(members)),
         certificates=(*read_certificates(sources), *presented),
     )
 
@@ -139,10 +152,10 @@ def _read_folders(
 
 
 def _read_ports(
-    planned: Iterable[Settings], members: Sequence[MemberFacts], *, has_mesh: bool
+    not_started: Iterable[Settings], members: Sequence[MemberFacts], *, has_mesh: bool
 ) -> tuple[PortFacts, ...]:
-    ports = list(fixed_ports(planned))
-    if not has_mesh and all(setting != f"{PREFIX}FRONTEND_HTTP_PORT" for _, _, setting in ports):
+    ports = list(fixed_ports(not_started))
+    if not has_mesh and not any("http_port" in setting.lower() for _, _, setting in ports):
         ports.append((DEFAULT_HTTP_PORT, "127.0.0.1", "--http-port"))
     listeners = find_listeners(port for port, _, _ in ports)
     pids = {member.process.pid for member in members if member.process}

@@ -44,6 +44,23 @@ class Settings:
         return self.folder / text if text else None
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a mesh file and the environment say about services that may not run yet."""
+
+    problems: tuple[str, ...] = ()
+    """Settings that a service would refuse, as `name: problem`."""
+
+    settings: tuple[Settings, ...] = ()
+    """Of each service of the mesh file."""
+
+    expected: tuple[str, ...] = ()
+    """Stable names of these services."""
+
+    required: tuple[str, ...] = ()
+    """Roles that the mesh file requires."""
+
+
 def of_config(config: ServiceConfig) -> Settings:
     """Returns the paths of the settings of doctor itself."""
     texts = {name: str(value) for name, value in config if isinstance(value, Path)}

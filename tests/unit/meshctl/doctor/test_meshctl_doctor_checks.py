@@ -23,6 +23,8 @@ from meshctl.doctor.facts import (
     ProcessFacts,
     RankState,
     RegistryFacts,
+    ServiceFacts,
+    SupervisorFacts,
     VerifiedRank,
 )
 from meshctl.doctor.findings import Severity
@@ -103,6 +105,11 @@ def with_folder(**changes: Any) -> Facts:
     return replace(HEALTHY, folders=(replace(HEALTHY.folders[0], **changes),))
 
 
+def with_service(state: str) -> Facts:
+    service = ServiceFacts("worker-0", state, 3, "no memory")
+    return replace(HEALTHY, supervisor=SupervisorFacts((service,)))
+
+
 def with_descriptor_limit(limit: int) -> Facts:
     return replace(HEALTHY, host=replace(HEALTHY.host, descriptor_limit=limit))
 
@@ -147,6 +154,16 @@ CASES: list[tuple[str, Facts, str]] = [
     ("entry_unreadable", with_registry(unreadable=("/run/x",)), "/run/x"),
     ("card_missing", with_registry(card_errors={CARD: "there is no model card"}), "worker-4"),
     ("no_members", replace(HEALTHY, members=()), "'default'"),
+    (
+        "supervisor_silent",
+        replace(HEALTHY, supervisor=SupervisorFacts(error="it did not answer within 2 s")),
+        "within 2 s",
+    ),
+    ("service_failing", with_service("waiting"), "waiting after 3 failures: no memory"),
+    ("service_failing", with_service("failed"), "meshctl logs worker-0"),
+    ("service_stopped", with_service("stopped"), "meshctl start worker-0"),
+    ("member_missing", replace(HEALTHY, expected=("worker-4", "worker-5")), "start worker-5"),
+    ("role_missing", replace(HEALTHY, required=("indexer", "decode")), "the role decode"),
     ("role_missing", without("worker"), "start a worker"),
     ("role_missing", without("router"), "start a router"),
     (
@@ -301,6 +318,11 @@ def test_a_delayed_answer_is_no_difference_of_clocks() -> None:
 
 def test_a_router_that_uses_no_index_by_its_settings_is_no_problem() -> None:
     assert names(with_rank("none", "no index: kv_events is off")) == NOTES & names(HEALTHY)
+
+
+def test_a_service_of_a_running_supervisor_is_reported_once() -> None:
+    facts = replace(with_service("failed"), expected=("worker-0",))
+    assert "member_missing" not in names(facts)
 
 
 def test_the_exit_status_counts_errors_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -28,6 +29,9 @@ from meshctl.doctor.collect.settings import (
     record_folders,
     secret_files,
 )
+from meshctl.doctor.collect.supervisor import read_supervisor
+from meshctl.doctor.facts import ServiceFacts, SupervisorFacts
+from meshctl.process.control import ControlRequest, control_server
 from tests.kit.waiting import WAIT_S, wait_for
 
 ROUTER = ["/usr/bin/python", "-m", "router_svc"]
@@ -152,6 +156,28 @@ def test_a_certificate_that_is_no_pem_or_absent_has_an_error(tmp_path: Path) -> 
     no_pem, absent = read_certificates(settings)
     assert "no PEM" in no_pem.error
     assert "No such file" in absent.error
+
+
+async def test_the_services_of_a_supervisor_are_read_from_its_socket(tmp_path: Path) -> None:
+    assert await read_supervisor(tmp_path, WAIT_S) == SupervisorFacts()
+    row = {"name": "worker-0", "state": "waiting", "failures": 2, "error": "no memory"}
+
+    async def handle(request: ControlRequest, *_: object) -> object:
+        return [row]
+
+    async with control_server(tmp_path, handle):
+        facts = await read_supervisor(tmp_path, WAIT_S)
+    assert facts == SupervisorFacts((ServiceFacts("worker-0", "waiting", 2, "no memory"),))
+
+
+async def test_a_supervisor_that_does_not_answer_delays_by_the_limit_only(tmp_path: Path) -> None:
+    async def handle(*_: object) -> object:
+        await asyncio.Event().wait()
+        return []
+
+    async with control_server(tmp_path, handle):
+        facts = await read_supervisor(tmp_path, 0.05)
+    assert facts.error == "it did not answer within 0.05 s"
 
 
 def test_loopback_addresses_and_own_ones_are_local() -> None:
