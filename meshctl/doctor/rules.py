@@ -155,7 +155,8 @@ RULES = {
             "member_not_serving",
             _ERROR,
             "a registered member does not serve: it starts, drains or fails",
-            "read its log; if the state lasts, restart {name}",
+            "read its log (`meshctl logs {name}`); if the state lasts, restart {name}"
+            " (`meshctl restart --wait {name}`)",
         ),
         Rule(
             "member_not_routable",
@@ -174,7 +175,8 @@ RULES = {
             "engine_failing",
             _ERROR,
             "the engine of a worker fails its probes; frontends send it no requests",
-            "restart {name}; if it fails again, check its accelerator and the log of the engine",
+            "restart {name} (`meshctl restart --wait {name}`); if it fails again, check its"
+            " accelerator and the log of the engine",
         ),
         Rule(
             "frontend_not_ready",
