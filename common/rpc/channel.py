@@ -71,6 +71,9 @@ class Security:
     admin_token: str | None = field(default=None, repr=False)
     """Required of callers of AdminService."""
 
+    operator_token: str | None = field(default=None, repr=False)
+    """Accepted of callers of methods for operators."""
+
     files: CertificateFiles | None = field(default=None, repr=False)
     """Certificates and key for mutual TLS."""
 
@@ -113,6 +116,7 @@ def security_from_config(config: ServiceConfig, member_key: MemberKey | None = N
     return Security(
         token=config.mesh_token,
         admin_token=config.admin_token,
+        operator_token=config.operator_token,
         files=CertificateFiles(paths) if all(paths.values()) else None,
         server_name=config.tls_server_name,
         role_domain=config.tls_role_domain,
@@ -254,6 +258,7 @@ def mesh_interceptor(
     callers = CallerCheck(
         token=security.token,
         admin_token=security.admin_token,
+        operator_token=security.operator_token,
         role_domain=security.role_domain,
         members=security.members,
         addresses=addresses,

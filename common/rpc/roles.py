@@ -50,6 +50,11 @@ def certificate_name(role: str, domain: str) -> str:
     return f"{role}.{domain}"
 
 
+def is_for_operators(method: str) -> bool:
+    """Returns whether operators call the method, and no service does."""
+    return method not in _CALLER
+
+
 def check_caller(method: str, names: Collection[str], domain: str) -> None:
     """Raises PermissionDenied if no role among a certificate's `names` may call the method."""
     roles = _CALLERS.get(method) or (_CALLER.get(method, OPERATOR),)

@@ -156,6 +156,9 @@ class ServiceConfig(BaseModel):
     admin_token: str | None = Field(default=None, repr=False)
     """Secret that callers of AdminService send in place of the mesh token. Unset: its operations
     are refused."""
+    operator_token: str | None = Field(default=None, repr=False)
+    """Secret that tools such as grpcurl send as a bearer token, in place of a proof of the mesh
+    token. It permits the calls that no service makes, except AdminService. Unset: none does."""
     tls_cert_path: Path | None = None
     """PEM certificate chain. With key and CA it enables mutual TLS."""
     tls_key_path: Path | None = None
@@ -230,6 +233,11 @@ class ServiceConfig(BaseModel):
             )
         if self.admin_token is not None and self.admin_token == self.mesh_token:
             found.append("admin_token: must differ from --mesh-token, which every service has")
+        if self.operator_token is not None and self.operator_token in (
+            self.mesh_token,
+            self.admin_token,
+        ):
+            found.append("operator_token: must differ from --mesh-token and --admin-token")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
         return found

@@ -181,3 +181,38 @@ def test_route_of_an_unknown_model_is_not_found(mesh: Mesh) -> None:
     query = {"model": "no-such", "token_ids": PROMPT}
     done = run("-d", json.dumps({"query": query}), mesh.router.address, f"{ROUTER}/Route")
     assert "Code: NotFound" in done.stderr
+
+
+# A mesh with tokens, whose members accept calls of operators.
+TOKENS = ["--mesh-token=of the mesh", "--operator-token=of operators"]
+protected_mesh = mesh_fixture(
+    workers=1,
+    indexers=1,
+    worker_flags=["--speedup=0", *TOKENS],
+    router_flags=TOKENS,
+    indexer_flags=TOKENS,
+    frontend_flags=TOKENS,
+)
+
+
+@pytest.mark.parametrize(
+    ("service_name", "method", "message"),
+    [
+        ("router", f"{ROUTER}/Explain", {"query": {"model": MODEL, "token_ids": PROMPT}}),
+        ("indexer", f"{INDEXER}/Stats", {}),
+        (
+            "worker",
+            f"{ENGINE}/Generate",
+            {"request": {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 2}}},
+        ),
+    ],
+)
+def test_grpcurl_calls_a_mesh_with_a_token_by_the_token_of_operators(
+    protected_mesh: Mesh, service_name: str, method: str, message: dict[str, Any]
+) -> None:
+    address = protected_mesh.running(service_name)[0].address
+    call = ("-d", json.dumps(message), address, method)
+    assert grpcurl("-H", "authorization: Bearer of operators", *call)
+    for headers in ((), ("-H", "authorization: Bearer of the mesh")):
+        refused = run(*headers, *call)
+        assert "Code: Unauthenticated" in refused.stderr, refused.stdout

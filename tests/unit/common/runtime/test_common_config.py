@@ -397,6 +397,14 @@ def test_the_admin_token_differs_from_the_mesh_token_and_an_empty_one_is_none() 
     assert read(["--mesh-token=t", "--admin-token="]).admin_token is None
 
 
+def test_the_token_of_operators_differs_from_the_other_tokens() -> None:
+    for variable in ("KVMESH_MESH_TOKEN", "KVMESH_ADMIN_TOKEN"):
+        (problem,) = problems(["--operator-token=t"], {variable: "t"})
+        assert problem == "--operator-token: must differ from --mesh-token and --admin-token"
+    assert read(["--mesh-token=m", "--operator-token=o"]).operator_token == "o"
+    assert read(["--operator-token="]).operator_token is None
+
+
 def test_tls_needs_all_three_files_and_a_wildcard_bind_needs_an_advertised_host() -> None:
     assert problems(["--tls-cert-path=c", "--host=0.0.0.0", "--insecure"]) == [
         "--tls-cert-path: set all of --tls-cert-path, --tls-key-path, --tls-ca-path, or none",
