@@ -30,7 +30,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs skew setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -135,6 +135,9 @@ router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; c
 
 rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` under load, six meshes (minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.rolling $(ARGS)
+
+compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, ha; last line is JSON
+	$(BIN)/python -m tests.compose $(ARGS)
 
 bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without end, beside streams (two minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.bombs $(ARGS)

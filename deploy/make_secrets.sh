@@ -18,6 +18,7 @@ generate_uuid() {
 
 umask 022
 generate "$services/mesh_token"
+generate "$services/operator_token"
 generate "$metrics/metrics_key"
 generate_uuid "$services/consul_token"
 generate_uuid "$consul/management_token"

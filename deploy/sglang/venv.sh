@@ -6,8 +6,9 @@
 # On a machine without an NVIDIA driver it installs the CPU set of requirements/sglang-cpu.txt and
 # the platform package of this repository (about 3 GB, two minutes); torch must come from an index
 # with CPU builds, or it installs unused CUDA libraries (PIP_EXTRA_INDEX_URL names one).
-# On a CUDA machine it installs SGLang with its own pins. KVMesh's requirements follow in both cases;
-# what SGLang has pinned already keeps SGLang's version.
+# On a CUDA machine it installs SGLang with its own pins. SGLANG_KIND, cpu or cuda, chooses for another
+# machine. KVMesh's requirements follow in both cases; what SGLang has pinned already keeps SGLang's
+# version.
 # The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1, which root
 # installs by apt here. With --handoff they are required.
 #
@@ -22,7 +23,11 @@ venv=${1:-.venv-sglang}
 sglang=0.5.23
 mooncake=0.3.13.post1
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+kind=${SGLANG_KIND:-}
+if [ -z "$kind" ]; then
+    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+fi
+case $kind in cpu | cuda) ;; *) echo "SGLANG_KIND is '$kind', must be cpu or cuda" >&2 && exit 1 ;; esac
 
 skip() {
     echo "SKIPPED: $*"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +27,16 @@ from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.instances import Instance
 from common.registry.registry import Lease
-from common.runtime.config import read_config
+from common.runtime.config import ServiceConfig, read_config
 from common.runtime.free_ports import free_ports
 from frontend_svc.config import FrontendConfig
+from indexer_svc.config import IndexerConfig
+from router_svc.config import RouterConfig
+from tests.compose import __main__ as compose_test
+from tests.compose.checks import documented_blocks
 from tests.contract.consul_agent import PORTS, consul_binary
-from tests.kit.waiting import until
+from tests.kit.waiting import until, wait_for
+from worker_svc.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
@@ -35,8 +44,57 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 METRIC = re.compile(r"\bkvmesh_[a-z_]+")
 
 
+# The services of each profile; "" is without one.
+DEFAULT = {
+    *("frontend", "router", "indexer", "prefill", "decode", "decode-2"),
+    *("consul", "secrets"),
+}
+PROFILES = {
+    "": set[str](),
+    "ha": {"frontend-2", "router-2", "indexer-2", "prefill-2", "consul-2", "consul-3"},
+    "sglang": {"sglang-model", "sglang-prefill", "sglang-decode"},
+    "minimal": {"mesh"},
+    "observe": {"collector", "jaeger", "prometheus", "grafana"},
+}
+CONFIGS: dict[str, tuple[type[ServiceConfig], str]] = {
+    "frontend": (FrontendConfig, "FRONTEND"),
+    "router": (RouterConfig, "ROUTER"),
+    "indexer": (IndexerConfig, "INDEXER"),
+    "worker": (WorkerConfig, "WORKER"),
+    "worker-sglang": (WorkerConfig, "WORKER"),
+}
+
+
 def dockerfile() -> str:
     return (ROOT / "deploy/Dockerfile").read_text()
+
+
+def stages() -> dict[str, str]:
+    """Returns the text of each stage of the Dockerfile."""
+    _, *parts = re.split(r"^FROM ", dockerfile(), flags=re.MULTILINE)
+    return {part.split("\n")[0].partition(" AS ")[2]: part for part in parts}
+
+
+# Any: the compose file as JSON.
+def resolved(*profiles: str, override: str = "", **variables: str) -> dict[str, Any]:
+    """Returns the services of profiles as docker compose reads them."""
+    files = ["-f", "docker-compose.yml", *(("-f", override) if override else ())]
+    done = subprocess.run(
+        [
+            *(BINARIES / "docker-compose", *files),
+            *(word for profile in profiles if profile for word in ("--profile", profile)),
+            *("config", "--format", "json"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    services: dict[str, Any] = json.loads(done.stdout)["services"]
+    return services
 
 
 def test_the_dockerfile_is_clean() -> None:
@@ -50,18 +108,116 @@ def test_the_dockerfile_is_clean() -> None:
 
 
 def test_the_compose_file_is_understood_and_every_build_target_exists() -> None:
-    done = subprocess.run(
-        [BINARIES / "docker-compose", "-f", ROOT / "docker-compose.yml", "config"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    services = yaml.safe_load(done.stdout)["services"]
-    targets = {s["build"]["target"] for s in services.values() if "build" in s}
+    targets = {s["build"]["target"] for s in resolved().values() if "build" in s}
     assert targets == {"frontend", "router", "indexer", "worker"}
     assert targets <= set(re.findall(r"^FROM base AS (\w+)$", dockerfile(), re.MULTILINE))
+    services = resolved(*PROFILES)
+    assert services.keys() == DEFAULT.union(*PROFILES.values()) == COMPOSE["services"].keys()
+    targets = {s["build"]["target"] for s in services.values() if "build" in s}
+    assert targets == {*CONFIGS, "mesh"}
+    assert targets <= stages().keys()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_adds_its_services(profile: str) -> None:
+    services = resolved(profile)
+    assert services.keys() == DEFAULT | PROFILES[profile]
+    for name, service in services.items():
+        awaited = set(service.get("depends_on", {}))
+        assert awaited <= services.keys(), name
+
+
+def test_a_profile_of_one_container_needs_no_other() -> None:
+    assert not resolved("minimal")["mesh"].get("depends_on")
+
+
+def test_two_of_each_service_have_different_registries_and_ports() -> None:
+    services = resolved("ha")
+    for name in ("frontend", "router", "indexer", "prefill"):
+        first, second = services[name], services[f"{name}-2"]
+        assert first["image"] == second["image"]
+        assert first["environment"] == {
+            **second["environment"],
+            "KVMESH_CONSUL_URL": "http://consul:8500",
+        }
+        assert second["environment"]["KVMESH_CONSUL_URL"] == "http://consul-2:8500"
+    published = [
+        (port["host_ip"], port["published"])
+        for service in services.values()
+        for port in service.get("ports", [])
+    ]
+    assert len(published) == len(set(published))
+    servers = {name: services[name]["environment"] for name in ("consul", "consul-2", "consul-3")}
+    for name, environment in servers.items():
+        assert {*environment["CONSUL_PEERS"].split(), name} == servers.keys()
+    founders = [name for name, environment in servers.items() if "CONSUL_FOUNDS" not in environment]
+    assert founders == ["consul"], "two founders would found two clusters"
+
+
+def test_the_workers_of_sglang_are_a_pair_with_a_model_volume_and_gpus_by_an_override() -> None:
+    services = resolved("sglang", SGLANG_MODEL="qwen")
+    roles = {"sglang-prefill": "prefill", "sglang-decode": "decode"}
+    for name, role in roles.items():
+        environment = services[name]["environment"]
+        assert environment["KVMESH_WORKER_ROLE"] == role
+        assert environment["KVMESH_WORKER_MODEL_PATH"] == "/models/qwen"
+        (models,) = [v for v in services[name]["volumes"] if v["target"] == "/models"]
+        assert (models["type"], models["source"], models["read_only"]) == ("volume", "models", True)
+        assert "deploy" not in services[name]
+    host = resolved("sglang", SGLANG_MODELS="/srv/models")["sglang-decode"]["volumes"]
+    assert [(v["type"], v["source"]) for v in host if v["target"] == "/models"] == [
+        ("bind", "/srv/models")
+    ]
+    gpus = resolved("sglang", override="deploy/compose.gpu.yml", SGLANG_GPUS="2")
+    for name in roles:
+        (device,) = gpus[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
+        assert gpus[name]["build"]["target"] == "worker-sglang"
+    assert gpus["decode"] == resolved("sglang")["decode"]
+
+
+def test_the_base_images_are_arguments_of_the_build() -> None:
+    variables = {"BASE": "b:1", "SGLANG_BASE": "c:2", "SGLANG_KIND": "cuda"}
+    services = resolved(*PROFILES, **variables)
+    for name, service in services.items():
+        if "build" in service:
+            assert service["build"]["args"]["BASE"] == "b:1", name
+    assert services["sglang-decode"]["build"]["args"] == variables
+    for stage in ("python", "worker-sglang"):
+        assert re.match(r"\$\{(SGLANG_)?BASE\} AS", stages()[stage])
+    assert "case $kind in cpu | cuda)" in (ROOT / "deploy/sglang/venv.sh").read_text()
+
+
+def test_every_image_runs_as_a_user_without_rights_and_checks_its_health_by_meshctl() -> None:
+    found = stages()
+    for target in (*CONFIGS, "mesh"):
+        text = found[target]
+        assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["10001"], target
+        checks = text if target == "worker-sglang" else found["base"]
+        assert 'CMD ["meshctl", "health", "127.0.0.1:7001"]' in checks
+        assert re.search(r"KVMESH_(FRONTEND_)?HEALTH_PORT=7001", found["base"] + text)
+    users = {name: s["user"] for name, s in resolved(*PROFILES).items() if "user" in s}
+    # It writes into new volumes, and runs once without a network.
+    assert {name for name, user in users.items() if user.startswith("0")} == {"secrets"}
+
+
+def test_the_console_script_of_the_images_is_that_of_the_package() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["meshctl"].partition(":")
+    script = (ROOT / "deploy/meshctl").read_text()
+    assert f"\nfrom {module} import {function}\n\nsys.exit({function}())\n" in script
+    assert os.access(ROOT / "deploy/meshctl", os.X_OK)
+
+
+def test_a_container_has_time_to_drain() -> None:
+    for name, service in resolved("ha").items():
+        target = service.get("build", {}).get("target")
+        if target not in CONFIGS or name == "secrets":
+            continue
+        assert service["init"] is True, name
+        config = ServiceConfig()
+        assert service["stop_grace_period"] == "45s"
+        assert config.notice_s + config.drain_s + 10 < 45, name
 
 
 def test_ports_are_published_on_this_host_only() -> None:
@@ -70,22 +226,98 @@ def test_ports_are_published_on_this_host_only() -> None:
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to other hosts"
 
 
-def test_the_frontend_of_the_compose_file_accepts_its_configuration(tmp_path: Path) -> None:
-    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile()))
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
-    for name, value in COMPOSE["services"]["frontend"]["environment"].items():
-        text = str(secret) if name.endswith("_FILE") else value
-        variables[name] = re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, service in COMPOSE["services"].items()
+        if service.get("build", {}).get("target") in CONFIGS
+        and not name.startswith(("secrets", "sglang"))
+    ],
+)
+def test_a_service_of_the_compose_file_accepts_its_configuration(tmp_path: Path, name: str) -> None:
+    service = resolved(*PROFILES)[name]
+    target = service["build"]["target"]
+    text = stages()["base"] + stages()[target]
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", text))
+    for variable, value in service["environment"].items():
+        if value is None:
+            continue
+        secret = tmp_path / variable
+        secret.write_text(f"s3cret of {variable}\n")
+        variables[variable] = str(secret) if variable.endswith("_FILE") else value
     # deploy/serve.sh sets the flag.
-    config, _ = read_config(FrontendConfig, "FRONTEND", variables, ["--advertise-host=frontend"])
-    assert config.http_host == "0.0.0.0"
-    assert (config.mesh_token, config.consul_token) == ("s3cret", "s3cret")
+    config, _ = read_config(*CONFIGS[target], variables, [f"--advertise-host={name}"])
+    assert config.host == "0.0.0.0"
+    assert config.mesh_token == "s3cret of KVMESH_MESH_TOKEN_FILE"
+    assert config.operator_token == "s3cret of KVMESH_OPERATOR_TOKEN_FILE"
+    assert config.consul_token == "s3cret of KVMESH_CONSUL_TOKEN_FILE"
+    assert config.otlp_endpoint is None, "without the profile observe no process awaits a collector"
+    if isinstance(config, FrontendConfig):
+        assert config.http_host == "0.0.0.0"
+
+
+def test_the_variables_of_the_sglang_workers_are_settings() -> None:
+    known = {f"KVMESH_WORKER_{name.upper()}" for name in WorkerConfig.model_fields}
+    known |= {f"KVMESH_{name.upper()}" for name in ServiceConfig.model_fields}
+    known |= {f"{name}_FILE" for name in known}
+    for name in ("sglang-prefill", "sglang-decode"):
+        assert COMPOSE["services"][name]["environment"].keys() <= known
+
+
+def test_the_container_of_a_whole_mesh_accepts_its_configuration() -> None:
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", stages()["base"] + stages()["mesh"]))
+    service = resolved("minimal")["mesh"]
+    variables |= service["environment"]
+    config, _ = read_config(FrontendConfig, "FRONTEND", variables, [])
+    assert (config.host, config.http_host, config.health_port) == ("127.0.0.1", "0.0.0.0", 7001)
+    others = (("WORKER", WorkerConfig), ("ROUTER", RouterConfig), ("INDEXER", IndexerConfig))
+    for prefix, kind in others:
+        other, _ = read_config(kind, prefix, variables, [])
+        assert (other.host, other.port, other.health_port) == ("127.0.0.1", 0, 0)
+
+
+def test_prometheus_scrapes_every_service() -> None:
+    (job,) = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"]
+    (names,) = (source["names"] for source in job["dns_sd_configs"])
+    services = {
+        name
+        for name, service in COMPOSE["services"].items()
+        if "KVMESH_METRICS_PORT" in service.get("environment", {})
+    }
+    assert sorted(names) == sorted(services)
+
+
+def test_documented_calls_of_grpcurl_use_published_ports() -> None:
+    calls = "".join(documented_blocks())
+    addresses = set(re.findall(r"127\.0\.0\.1:(7\d+)", calls))
+    published = {
+        port["published"]: port["target"]
+        for service in resolved("ha").values()
+        for port in service.get("ports", [])
+    }
+    assert addresses == {"7100", "7200", "7300"}
+    assert {published[port] for port in addresses} == {7000}
+    for method in (" list", "Explain", "Match", "Generate"):
+        assert method in calls
+    assert "/run/kvmesh/service/operator_token" in calls
+
+
+def test_without_a_container_engine_compose_test_names_the_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = {"podman": (str(tmp_path / "podman"),), "sh": ("/bin/sh",), "runc": ("/no/runc",)}
+    monkeypatch.setattr("tests.compose.engine.PACKAGES", packages)
+    monkeypatch.setattr("sys.argv", ["compose", "--work", str(tmp_path)])
+    assert compose_test.main() == 1
+    install = "apt-get install -y --no-install-recommends podman runc"
+    assert capsys.readouterr().err.endswith(f"install them as root: {install}\n")
 
 
 def test_every_file_and_volume_that_a_service_mounts_is_there() -> None:
     for service in COMPOSE["services"].values():
-        for source, *_ in (volume.split(":") for volume in service.get("volumes", [])):
+        volumes = (re.sub(r"\$\{\w+:-(.*)\}", r"\1", v) for v in service.get("volumes", []))
+        for source, *_ in (volume.split(":") for volume in volumes):
             is_file = source.startswith(".")
             assert (ROOT / source).exists() if is_file else source in COMPOSE["volumes"], source
 
@@ -113,16 +345,22 @@ def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume()
         for name, service in COMPOSE["services"].items()
     }
     assert mounts.pop("secrets") == secrets
-    assert mounts.pop("consul") == {"service-secrets", "consul-secrets"}
+    for server in ("consul", "consul-2", "consul-3"):
+        assert mounts.pop(server) == {"service-secrets", "consul-secrets"}
     assert mounts.pop("prometheus") == {"metrics-secrets"}
-    services = {"frontend", "router", "indexer", "prefill", "decode"}
+    targets = {name: s.get("build", {}).get("target") for name, s in COMPOSE["services"].items()}
+    services = {name for name in mounts if targets[name] in CONFIGS} - {"sglang-model"}
+    assert len(services) == 12
     assert {name for name, found in mounts.items() if found} == services
     assert not any("consul-secrets" in found for found in mounts.values())
 
 
 def test_images_are_pinned_to_an_exact_version() -> None:
     images = [s["image"] for s in COMPOSE["services"].values() if "build" not in s]
-    images += re.findall(r"^FROM (\S+:\S+)", dockerfile(), re.MULTILINE)
+    bases = re.findall(r"^ARG (?:SGLANG_)?BASE=(\S+:\S+)", dockerfile(), re.MULTILINE)
+    assert len(bases) == 2
+    assert all(text.startswith("${") or ":" not in text.split()[0] for text in stages().values())
+    images += bases
     assert len(images) >= 6
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?$", image), image
@@ -139,7 +377,9 @@ def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
 
     made = generate()
     assert re.fullmatch("[0-9a-f]{64}", made["mesh_token"])
-    assert set(made) == {"mesh_token", "consul_token", "management_token", "metrics_key"}
+    assert re.fullmatch("[0-9a-f]{64}", made["operator_token"])
+    names = {"mesh_token", "operator_token", "consul_token", "management_token", "metrics_key"}
+    assert set(made) == names
     assert len(set(made.values())) == len(made)
     assert generate() == made
 
@@ -189,6 +429,94 @@ async def test_consul_permits_the_services_what_they_need_and_others_nothing(
         await anonymous.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ConsulServer:
+    """A server of the compose file's cluster, on an address of this host."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def peers(self, folder: Path) -> dict[str, bool]:
+        """Returns the servers of its cluster, and whether each votes; empty without a leader."""
+        done = subprocess.run(
+            [consul_binary(), "operator", "raft", "list-peers"],
+            env={
+                "CONSUL_HTTP_ADDR": f"http://{self.address}:8500",
+                "CONSUL_HTTP_TOKEN": (folder / "management").read_text().strip(),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found = re.findall(r" (127\.\S+):8300 .* (true|false) ", done.stdout)
+        return {address: votes == "true" for address, votes in found}
+
+
+@contextmanager
+def consul_servers(folder: Path) -> Iterator[Callable[[int], ConsulServer]]:
+    """Yields what starts the first, second or third server of a cluster."""
+    for name in ("management", "service"):
+        (folder / name).write_text(f"{uuid.uuid4()}\n")
+    number = os.getpid()
+    addresses = [f"127.{number >> 8 & 127 | 64}.{number & 255}.{n}" for n in (1, 2, 3)]
+    processes = []
+
+    def start(number: int) -> ConsulServer:
+        address = addresses[number]
+        process = subprocess.Popen(
+            [
+                *(ROOT / "deploy/consul.sh", folder / "management", folder / "service"),
+                *(ROOT / "deploy/consul_policy.hcl", f"-bind={address}", f"-client={address}"),
+            ],
+            env={
+                "PATH": f"{Path(consul_binary()).parent}:/usr/bin:/bin",
+                "TMPDIR": str(folder),
+                "CONSUL_HTTP_ADDR": f"http://{address}:8500",
+                "CONSUL_MANAGEMENT_SETTING": "master",
+                "CONSUL_PEERS": " ".join(other for other in addresses if other != address),
+                **({} if number == 0 else {"CONSUL_FOUNDS": "no"}),
+            },
+            stdout=subprocess.DEVNULL,
+        )
+        processes.append(process)
+        return ConsulServer(address, process)
+
+    try:
+        yield start
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def _has_peers(
+    server: ConsulServer, folder: Path, expected: Collection[str], *, all_vote: bool = True
+) -> bool:
+    peers = server.peers(folder)
+    return peers.keys() == expected and (all(peers.values()) or not all_vote)
+
+
+@pytest.mark.slow
+def test_three_servers_form_one_cluster_of_which_each_may_be_replaced(tmp_path: Path) -> None:
+    with consul_servers(tmp_path) as start:
+        servers = [start(number) for number in (2, 0, 1)]
+        addresses = {server.address for server in servers}
+        for server in servers:
+            agree = partial(_has_peers, server, tmp_path, addresses)
+            wait_for(agree, "the servers vote in one cluster")
+        founder = servers[1]
+        founder.process.terminate()
+        founder.process.wait(30)
+        others = addresses - {founder.address}
+        wait_for(partial(_has_peers, servers[0], tmp_path, others), "two servers have a leader")
+        successor = start(0)
+        for server in (successor, servers[0]):
+            has_joined = partial(_has_peers, server, tmp_path, addresses, all_vote=False)
+            wait_for(has_joined, "the successor joins the cluster")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "their folders are removed"
+
+
 async def _register(registry: ConsulRegistry, instance: Instance) -> Lease:
     """Registers once the agent has the policy."""
 
@@ -212,7 +540,7 @@ def test_every_folder_that_the_dockerfile_copies_is_there() -> None:
 
 
 def test_status_runs_with_the_variables_of_the_images(tmp_path: Path) -> None:
-    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", dockerfile()))
+    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", stages()["base"]))
     assert variables["KVMESH_HOST"] == "0.0.0.0"
     done = subprocess.run(
         [sys.executable, "-m", "meshctl", "status", "--registry-path", tmp_path],

@@ -1,0 +1,201 @@
+"""Checks of a mesh that runs in containers, from the host."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.compose.engine import ROOT, Engine, EngineFailed
+from tests.kit.oracle import Oracle
+from tests.kit.waiting import wait_for
+
+WAIT_S = 30.0
+HEALTH_CPU_MAX_MS = 50.0
+RECEIVER_URL = "http://127.0.0.1:4318"
+PROMETHEUS_URL = "http://127.0.0.1:9090"
+HEALTH_CPU = """
+import resource, subprocess
+def used():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+costs = []
+for _ in range(11):
+    before = used()
+    subprocess.run(["meshctl", "health", "127.0.0.1:7001"], check=True, stdout=subprocess.DEVNULL)
+    costs.append(used() - before)
+print(1000 * sorted(costs)[5])
+"""
+HARDENING = """
+test "$(id -u)" = 10001 || echo "runs as $(id -u)"
+! touch /kvmesh/written 2> /dev/null || echo "its root is writable"
+grep -q '^CapEff:[[:space:]]*0*$' /proc/self/status || echo "it has capabilities"
+grep -q '^NoNewPrivs:[[:space:]]*1$' /proc/self/status || echo "it can gain privileges"
+meshctl --help > /dev/null || echo "it has no meshctl"
+"""
+
+
+def documented_blocks() -> list[str]:
+    """Returns the shell blocks of docs/operations.md about containers that call services."""
+    text = (ROOT / "docs/operations.md").read_text()
+    section = text.partition("\n## Containers\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    return [block for block in blocks if "grpcurl" in block]
+
+
+def check_hardening(engine: Engine, services: Iterable[str]) -> None:
+    """Raises AssertionError for a container with rights, a writable root or without meshctl."""
+    for service in services:
+        problems = engine.compose("exec", "-T", service, "sh", "-c", HARDENING).strip()
+        assert not problems, f"{service}: {problems}"
+
+
+def health_cpu_ms(engine: Engine, services: Iterable[str]) -> dict[str, float]:
+    """Returns the CPU time of the health check in each container: the median of eleven."""
+    found = {}
+    for service in services:
+        text = engine.compose("exec", "-T", service, "python3", "-c", HEALTH_CPU)
+        found[service] = round(float(text), 1)
+    return found
+
+
+def check_documented_calls(engine: Engine, folder: Path) -> None:
+    """Runs the documented calls of grpcurl as they stand. Raises AssertionError, EngineFailed."""
+    blocks = documented_blocks()
+    assert blocks, "docs/operations.md has no calls of grpcurl"
+    script = folder / "calls.sh"
+    script.write_text("set -eux\n" + "\n".join(blocks))
+    output = engine.run("bash", str(script), timeout_s=4 * WAIT_S)
+    for part in (
+        *("kvmesh.router.v1.RouterService\n", "kvmesh.indexer.v1.IndexerService\n"),
+        *("kvmesh.engine.v1.EngineService\n", '"candidates"', '"matches"', '"finish'),
+    ):
+        assert part in output, f"no {part!r} in the output of the documented calls:\n{output}"
+
+
+def check_refusal(engine: Engine, address: str) -> None:
+    """Raises AssertionError if a call without the token is accepted."""
+    try:
+        output = engine.run("grpcurl", "-plaintext", "-max-time", "10", address, "list")
+    except EngineFailed as error:
+        assert "mesh token is required" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError(f"{address} accepts a call without a token: {output}")
+
+
+# Any: the body of the response.
+def chat(
+    url: str, content: str, max_tokens: int, *, model: str = "sim", traceparent: str = ""
+) -> dict[str, Any]:
+    """Returns the response to a chat."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+    }
+    headers = {"traceparent": traceparent} if traceparent else {}
+    response = httpx.post(
+        f"{url}/v1/chat/completions", json=body, headers=headers, timeout=WAIT_S, trust_env=False
+    )
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def check_chats(url: str, count: int) -> dict[str, Any]:
+    """Returns the figures of some chats, one after the other."""
+    oracle, errors, inexact = Oracle(), 0, 0
+    for number in range(count):
+        content = f"chat {number} of {url}"
+        try:
+            text = chat(url, content, 16)["choices"][0]["message"]["content"]
+        except (AssertionError, httpx.HTTPError):
+            errors += 1
+        else:
+            inexact += text != oracle.chat(content, 16).text
+    return {"requests": count, "errors": errors, "inexact": inexact}
+
+
+def check_linked_trace(url: str, model: str = "sim") -> None:
+    """Sends a chat through prefill and decode, and finds its linked spans at the receiver. Raises
+    AssertionError."""
+    trace_id = uuid.uuid4().hex
+    content = "A prompt of more than one block of KV, which prefill computes for decode. " * 4
+    response = chat(url, content, 16, model=model, traceparent=f"00-{trace_id}-00f067aa0ba902b7-01")
+    assert response["usage"]["completion_tokens"], response
+
+    def linked_spans() -> bool:
+        spans = httpx.get(f"{RECEIVER_URL}/{trace_id}", timeout=WAIT_S, trust_env=False).json()
+        roles = {
+            span["attributes"].get("disagg_role"): span
+            for span in spans
+            if span["name"] == "engine.generate"
+        }
+        if not {"prefill", "decode"} <= roles.keys():
+            return False
+        return bool(roles["prefill"]["span_id"] in roles["decode"]["links"])
+
+    wait_for(linked_spans, "decode's span is linked to prefill's at the receiver", WAIT_S)
+
+
+def check_metrics(services: int) -> None:
+    """Raises AssertionError unless Prometheus scrapes that many services and has their metrics."""
+
+    # Any: JSON.
+    def get(path: str) -> Any:
+        response = httpx.get(f"{PROMETHEUS_URL}{path}", timeout=WAIT_S, trust_env=False)
+        return response.json()["data"]
+
+    def are_up() -> bool:
+        health = [target["health"] for target in get("/api/v1/targets")["activeTargets"]]
+        return health.count("up") == len(health) == services
+
+    wait_for(are_up, f"Prometheus scrapes {services} services", WAIT_S)
+    wait_for(
+        lambda: get("/api/v1/query?query=kvmesh_frontend_requests_total")["result"],
+        "Prometheus has the requests of the frontend",
+        WAIT_S,
+    )
+    assert get("/api/v1/rules")["groups"], "Prometheus has the alert rules"
+
+
+def check_status(engine: Engine, service: str, members: int) -> None:
+    """Raises AssertionError unless `meshctl status` in a container shows that many members."""
+
+    def are_serving() -> bool:
+        try:
+            output = engine.compose("exec", "-T", service, "meshctl", "status", "--json")
+        except EngineFailed:
+            return False
+        return len(re.findall(r'"health": ?"serving"', output)) == members
+
+    wait_for(are_serving, f"meshctl status shows {members} members", WAIT_S)
+
+
+def check_consul_servers(engine: Engine, count: int) -> None:
+    """Raises AssertionError unless the cluster of Consul has that many servers that vote."""
+    command = (
+        "CONSUL_HTTP_TOKEN=$(cat /run/kvmesh/consul/management_token)"
+        " consul operator raft list-peers"
+    )
+
+    def have_joined() -> bool:
+        try:
+            output = engine.compose("exec", "-T", "consul-2", "sh", "-c", command)
+        except EngineFailed:
+            return False
+        return len(re.findall(r"\btrue\b", output)) == count
+
+    wait_for(have_joined, f"Consul has {count} servers", 2 * WAIT_S)
+
+
+def logs_of(engine: Engine) -> str:
+    """Returns the last lines of each container."""
+    try:
+        return engine.compose("logs", "--no-color", "--tail=15")
+    except EngineFailed as error:
+        return str(error)
