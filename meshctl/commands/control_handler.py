@@ -30,7 +30,7 @@ class ControlHandler:
         """Returns the result of a request. Raises MeshError, MeshFileError."""
 
         def report(name: str, state: str, detail: str) -> None:
-            self.screen.print_progress(name, state, detail)
+            self._print(name, state, detail)
             send({"name": name, "state": state, "detail": detail})
 
         match request.command:
@@ -50,9 +50,14 @@ class ControlHandler:
         send({"planned": planned})
         return _summary(await self.operations.restart(steps, report, is_gone))
 
+    def _print(self, name: str, state: str, detail: str) -> None:
+        # The screen shows lines of logs by itself.
+        if state != "progress":
+            self.screen.print_progress(name, state, detail)
+
     async def _restart_alone(self, steps: Sequence[Step]) -> None:
         try:
-            await self.operations.restart(steps, self.screen.print_progress, lambda: False)
+            await self.operations.restart(steps, self._print, lambda: False)
         except (MeshError, MeshFileError) as error:
             self.screen.print_progress("mesh", "note", f"the restart ended: {error}", colour=YELLOW)
 

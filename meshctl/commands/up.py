@@ -314,6 +314,7 @@ class _UpCommand:
             supervisor,
             specs=partial(read_specs, self.options, self.environ),
             rotate_log=self.launcher.rotate_log,
+            last_log_line=self._last_log_line,
             find_missing=partial(find_missing, supervisor, security, self.required),
             environ=self.environ,
             routable_s=self.options.ready_s,
@@ -347,8 +348,11 @@ class _UpCommand:
                         self.mesh_limit.reschedule(now + self.options.ready_s)
                 if now - shown_at.setdefault(name, now) >= PROGRESS_INTERVAL_S:
                     shown_at[name] = now
-                    line = describe_log_line("".join(self.launcher.tail(name)[-1:]))
-                    self.screen.print_progress(name, "starting", line[:PROGRESS_CHARS_MAX])
+                    self.screen.print_progress(name, "starting", self._last_log_line(name))
+
+    def _last_log_line(self, name: str) -> str:
+        line = describe_log_line("".join(self.launcher.tail(name)[-1:]))
+        return line[:PROGRESS_CHARS_MAX]
 
     async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
         """Returns the URL of the first frontend when all frontends serve the model; None on

@@ -16,7 +16,10 @@ POLL_S = 0.1
 # Missing peers are reported this long after the process is ready, then when they change.
 QUIET_S = 2.0
 
-# Progress: the member, its state, and details.
+# A start that takes longer shows the last line of its log in this interval.
+START_REPORT_S = 10.0
+
+# Progress: the member, its state (`progress`: a line of its log), and details.
 Report = Callable[[str, str, str], None]
 
 
@@ -44,6 +47,7 @@ class Operations:
 
     - specs: returns what the mesh file describes now. Raises MeshFileError.
     - rotate_log: see `ProcessLauncher`.
+    - last_log_line: of a service.
     - find_missing: returns which peers do not send work to a ready member yet.
     - routable_s: time in which a ready member must become routable.
     """
@@ -54,13 +58,17 @@ class Operations:
         *,
         specs: Callable[[], Sequence[ServiceSpec]],
         rotate_log: Callable[[str], None],
+        last_log_line: Callable[[str], str],
         find_missing: Callable[[Child], Awaitable[Waiting]],
         environ: Mapping[str, str],
         routable_s: float,
+        start_report_s: float = START_REPORT_S,
     ) -> None:
         self._supervisor = supervisor
         self._specs = specs
         self._rotate_log = rotate_log
+        self._last_log_line = last_log_line
+        self._start_report_s = start_report_s
         self._find_missing = find_missing
         self._environ = environ
         self._routable_s = routable_s
@@ -167,9 +175,20 @@ class Operations:
         report(step.name, "replaced", f"after {after_s:.1f} s")
         return Replaced(step.name, step.new_first, round(routable_s, 3), round(after_s, 3))
 
+    async def _await_start(self, child: Child, report: Report) -> str:
+        """Waits until a process is ready; the reason if its start failed. The supervisor ends a
+        start whose log does not grow."""
+        ready = asyncio.ensure_future(self._supervisor.wait_ready(child))
+        try:
+            while not (await asyncio.wait([ready], timeout=self._start_report_s))[0]:
+                report(child.spec.name, "progress", self._last_log_line(child.spec.name))
+            return ready.result()
+        finally:
+            ready.cancel()
+
     async def _await_routable(self, child: Child, report: Report) -> str:
         """Waits until the peers can use a member; the reason if they cannot."""
-        if problem := await self._supervisor.wait_ready(child):
+        if problem := await self._await_start(child, report):
             return problem
         ready_at, reported = self._now(), ""
         while missing := (waiting := await self._find_missing(child)).missing:

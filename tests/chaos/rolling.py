@@ -352,8 +352,18 @@ async def _control(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
 
 async def _restart(folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Runs `meshctl restart --wait --json`; its last line."""
+    _, out, err = await _meshctl(folder, "restart", "--wait", "--json", *arguments)
+    (folder / "restart.log").write_text(err)
+    lines = out.splitlines()
+    assert lines, err
+    result: dict[str, Any] = json.loads(lines[-1])
+    return {**result, "progress": err.splitlines()}
+
+
+async def _meshctl(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
+    """Runs a command; returns its status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshctl", "restart", "--wait", "--json", *arguments),
+        *(sys.executable, "-m", "meshctl", *arguments),
         cwd=folder,
         env=_environment(),
         stdout=asyncio.subprocess.PIPE,
@@ -361,11 +371,7 @@ async def _restart(folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     )
     async with asyncio.timeout(RESTART_S):
         out, err = await process.communicate()
-    (folder / "restart.log").write_bytes(err)
-    lines = out.decode().splitlines()
-    assert lines, err.decode()
-    result: dict[str, Any] = json.loads(lines[-1])
-    return {**result, "status": process.returncode, "progress": err.decode().splitlines()}
+    return process.returncode, out.decode(), err.decode()
 
 
 def _environment() -> dict[str, str]:
@@ -393,7 +399,13 @@ async def run_case(case: Case, folder: Path, *, clients: int = CLIENTS) -> dict[
                 if case.stopped:
                     os.kill(pids[case.stopped], signal.SIGSTOP)
                 try:
-                    return await _restart(folder, case.restart)
+                    result = await _restart(folder, case.restart)
+                    if case.stopped:
+                        _, text, _ = await _meshctl(folder, "status")
+                        result["status_says"] = [
+                            line for line in text.splitlines() if case.stopped in line
+                        ]
+                    return result
                 finally:
                     if case.stopped:
                         os.kill(pids[case.stopped], signal.SIGCONT)
@@ -407,7 +419,7 @@ async def run_case(case: Case, folder: Path, *, clients: int = CLIENTS) -> dict[
 
 def _line(case: Case, found: Observations, result: Mapping[str, Any]) -> dict[str, Any]:
     replaced = result.get("replaced", [])
-    waited = [text for text in result["progress"] if "  waiting" in text]
+    waited = [text for text in result["progress"] if "  waiting" in text or "  given up" in text]
     return {
         "case": case.name,
         "requests": found.requests,
@@ -418,6 +430,7 @@ def _line(case: Case, found: Observations, result: Mapping[str, Any]) -> dict[st
         "members": {m["name"]: [m["routable_s"], m["after_s"]] for m in replaced},
         "failed": result.get("error") or result.get("failed"),
         **({"waited_for": waited} if waited else {}),
+        **({"status_says": said} if (said := result.get("status_says")) else {}),
         **({"why": found.errors.most_common(3)} if found.errors else {}),
         **({"inexact_kinds": dict(found.inexact)} if found.inexact else {}),
     }

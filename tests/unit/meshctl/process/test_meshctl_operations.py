@@ -65,6 +65,8 @@ async def bed(
             supervisor,
             specs=lambda: specs,
             rotate_log=rotated.append,
+            last_log_line=lambda name: f"{name} loads weights",
+            start_report_s=0.001,
             find_missing=find_missing,
             environ={},
             routable_s=routable_s,
@@ -100,7 +102,8 @@ async def test_the_only_member_of_a_role_ends_after_its_successor_is_routable() 
         outcome = await restart
         assert mesh.entries() == ["START worker-0", "TERM worker-0"]
         assert [item.new_first for item in outcome.replaced] == [True]
-        assert [state for _, state in mesh.reports] == ["starting", "routable", "replaced"]
+        states = [state for _, state in mesh.reports if state != "progress"]
+        assert states == ["starting", "routable", "replaced"]
         assert [child.process is mesh.world.processes[1] for child in mesh.supervisor.children] == [
             True
         ]
@@ -188,5 +191,7 @@ async def test_a_process_that_hangs_at_its_start_does_not_hide_the_old_one() -> 
         restart = asyncio.ensure_future(mesh.restart())
         await until(lambda: len(mesh.world.processes) == 2, "the successor started")
         assert [child.state for child in mesh.supervisor.children] == [State.READY, State.STARTING]
+        # A slow start shows its progress.
+        await until(lambda: ("worker-0", "progress") in mesh.reports, "the progress is reported")
         mesh.world.processes[1].report_ready()
         assert (await restart).failed is None
