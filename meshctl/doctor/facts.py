@@ -196,6 +196,9 @@ class FrontendFacts:
     is_ready: bool = False
     reasons: tuple[str, ...] = ()
     degraded: tuple[str, ...] = ()
+    failing_models: Mapping[str, str] = field(default_factory=dict)
+    """Models whose canaries fail, with stage and reason."""
+
     error: str = ""
     """Why there is no response."""
 

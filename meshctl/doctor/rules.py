@@ -185,6 +185,13 @@ RULES = {
             "remove the reasons that it names",
         ),
         Rule(
+            "model_not_served",
+            _ERROR,
+            "the test requests of a frontend to a model fail (canaries)",
+            "repair what its stage names (docs/operations.md: How a model that is not served is"
+            " detected); see the findings of routers and workers",
+        ),
+        Rule(
             "frontend_degraded",
             _WARNING,
             "a frontend serves, but a part is impaired",

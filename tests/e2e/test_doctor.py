@@ -55,7 +55,7 @@ class Report:
         """The findings of a rule."""
         return [finding for finding in self.content["findings"] if finding["name"] == name]
 
-    def one(self, name: str) -> Json:
+    def only(self, name: str) -> Json:
         """The only finding of a rule."""
         (found,) = self.of(name)
         return found
@@ -119,7 +119,7 @@ def named(finding: Json) -> tuple[str, str]:
 def test_a_healthy_mesh_has_no_errors_and_status_0(mesh: Mesh) -> None:
     report = examine(mesh.folder)
     assert (report.status, report.errors(), report.content["members"]) == (0, set(), 5)
-    assert report.one("python")["severity"] == "note"
+    assert report.only("python")["severity"] == "note"
 
 
 def test_a_stopped_frontend_is_named_also_as_the_peer_that_never_acknowledges(
@@ -130,14 +130,14 @@ def test_a_stopped_frontend_is_named_also_as_the_peer_that_never_acknowledges(
     try:
         report = examine(mesh.folder)
         worker = mesh.spawn("worker", "--routable-limit-s=3", "--stable-name=new").wait_ready()
-        waiting = examine(mesh.folder).one("member_not_routable")
+        waiting = examine(mesh.folder).only("member_not_routable")
         given_up = wait_for(
             lambda: examine(mesh.folder).of("peer_given_up"), "the worker waits no longer"
         )[0]
     finally:
         frontend.send(signal.SIGCONT)
         worker.close()
-    found = report.one("member_stopped")
+    found = report.only("member_stopped")
     assert named(found) == subject_of(frontend)
     assert f"kill -CONT {frontend.pid}" in found["remedy"]
     assert report.status == 1
@@ -151,7 +151,7 @@ def test_a_worker_whose_engine_fails_is_named_with_the_reason(mesh: Mesh, mode: 
     mode.write_text("raise")
     try:
         wait_for(lambda: examine(mesh.folder).of("engine_failing"), "its probe has failed")
-        found = examine(mesh.folder).one("engine_failing")
+        found = examine(mesh.folder).only("engine_failing")
     finally:
         mode.write_text("")
     assert found["subject"]["name"] == "flaky"
@@ -167,7 +167,7 @@ def test_a_missing_card_is_named_with_its_model(mesh: Mesh) -> None:
         report = examine(mesh.folder)
     finally:
         aside.rename(card)
-    found = report.one("card_missing")
+    found = report.only("card_missing")
     assert found["subject"] == {"kind": "model", "name": "sim", "id": ""}
     assert "restart one worker of sim" in found["remedy"]
 
@@ -178,7 +178,7 @@ def test_a_port_of_a_setting_that_another_process_has_is_named_with_the_process(
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         report = examine(mesh.folder, {"KVMESH_ROUTER_PORT": str(port)})
-    found = report.one("port_taken")
+    found = report.only("port_taken")
     assert (found["subject"]["kind"], found["subject"]["name"]) == ("port", str(port))
     assert f"process {os.getpid()}" in found["found"]
     assert "change KVMESH_ROUTER_PORT" in found["remedy"]
@@ -194,14 +194,14 @@ def test_a_key_file_of_a_running_frontend_that_is_gone_or_readable_is_named(mesh
     frontend = mesh.spawn("frontend", f"--api-keys={path}").wait_ready()
     try:
         path.chmod(0o644)
-        readable = examine(mesh.folder).one("secret_readable")
+        readable = examine(mesh.folder).only("secret_readable")
         path.unlink()
         missing = examine(mesh.folder)
     finally:
         frontend.close()
     assert (readable["subject"]["name"], readable["severity"]) == (str(path), "warning")
     assert f"chmod 600 {path}" in readable["remedy"]
-    assert "--api-keys" in missing.one("secret_missing")["found"]
+    assert "--api-keys" in missing.only("secret_missing")["found"]
     assert missing.status == 1
 
 
@@ -220,16 +220,16 @@ def test_a_worker_with_another_clock_key_version_and_blocks_is_named(mesh: Mesh)
         report = examine(mesh.folder)
     finally:
         sick.close()
-    clock = report.one("clock_too_far")
+    clock = report.only("clock_too_far")
     assert named(clock) == subject_of(sick)
     assert "300.0 s ahead" in clock["found"]
     assert "timedatectl" in clock["remedy"]
-    assert "sick" in report.one("hashes_differ")["found"]
-    assert "KVMESH_MESH_KEY" in report.one("hashes_differ")["remedy"]
-    assert f"{VERSION} {build_name()}: sick" in report.one("versions_differ")["found"]
-    assert "replace sick" in report.one("versions_differ")["remedy"]
-    assert "1 only there" in report.one("index_drift")["found"]
-    assert "restart worker sick" in report.one("index_drift")["remedy"]
+    assert "sick" in report.only("hashes_differ")["found"]
+    assert "KVMESH_MESH_KEY" in report.only("hashes_differ")["remedy"]
+    assert f"{VERSION} {build_name()}: sick" in report.only("versions_differ")["found"]
+    assert "replace sick" in report.only("versions_differ")["remedy"]
+    assert "1 only there" in report.only("index_drift")["found"]
+    assert "restart worker sick" in report.only("index_drift")["remedy"]
 
 
 def environment() -> dict[str, str]:
@@ -267,12 +267,12 @@ def test_a_read_only_registry_a_full_disk_and_a_low_limit_are_named(mesh: Mesh) 
     done = isolated(script, sys.executable, *command, *flags)
     report = Report(done.returncode, json.loads(done.stdout))
     assert report.errors() == {"registry_read_only", "disk_full", "descriptors_too_few"}
-    assert str(registry) in text(report.one("registry_read_only"))
-    assert "mount -o remount,rw" in report.one("registry_read_only")["remedy"]
-    full = report.one("disk_full")
+    assert str(registry) in text(report.only("registry_read_only"))
+    assert "mount -o remount,rw" in report.only("registry_read_only")["remedy"]
+    full = report.only("disk_full")
     assert full["subject"]["name"] == str(logs)
     assert "0 MB are free, the limit is 512 MB" in full["found"]
-    assert "ulimit -Hn is 600" in report.one("descriptors_too_few")["found"]
+    assert "ulimit -Hn is 600" in report.only("descriptors_too_few")["found"]
     assert report.status == 1
 
 
@@ -302,8 +302,8 @@ def test_unknown_variables_of_the_mesh_and_of_a_service_are_named(
     variable: str, meant: str, tmp_path: Path
 ) -> None:
     report = command(f"--registry-path={tmp_path}", **{variable: "3"})
-    assert f"did you mean {meant}?" in report.one("setting_invalid")["found"]
-    assert f"correct or unset {variable}" in report.one("setting_invalid")["remedy"]
+    assert f"did you mean {meant}?" in report.only("setting_invalid")["found"]
+    assert f"correct or unset {variable}" in report.only("setting_invalid")["remedy"]
     assert report.status == 1
 
 
@@ -315,7 +315,7 @@ def test_a_mesh_file_is_checked_with_its_services(mesh: Mesh) -> None:
         "routers:\n  settings: {queue_threshold: 2}\n"
     )
     path.write_text(good.replace("queue_threshold", "queue_treshold"))
-    found = command("-f", path).one("setting_invalid")["found"]
+    found = command("-f", path).only("setting_invalid")["found"]
     assert f"{path}:6:14: routers.settings.queue_treshold: no such setting" in found
     path.write_text(good)
     report = command("-f", path)
@@ -354,7 +354,7 @@ def test_tokens_and_certificates_that_do_not_fit_are_named(tmp_path: Path) -> No
         healthy = examine(folder, **operator)
         assert not healthy.errors()
         # The authority of the tests is valid for two days.
-        assert healthy.one("certificate_ends_soon")["subject"]["name"] == str(authority.ca)
+        assert healthy.only("certificate_ends_soon")["subject"]["name"] == str(authority.ca)
 
         other_token = examine(
             folder, **{**operator, "mesh_token": "another token of 32 bytes......"}
@@ -371,7 +371,7 @@ def test_tokens_and_certificates_that_do_not_fit_are_named(tmp_path: Path) -> No
         authority.issue("router", days=-1)
         authority.issue("worker", days=5)
         report = examine(folder, **operator)
-        expired = report.one("certificate_expired")
+        expired = report.only("certificate_expired")
         assert expired["subject"]["name"] == str(authority.folder / "router.pem")
         assert "expired 1.0 days ago" in expired["found"]
         assert "renew" in expired["remedy"]
@@ -381,14 +381,14 @@ def test_tokens_and_certificates_that_do_not_fit_are_named(tmp_path: Path) -> No
 
 def test_a_consul_that_is_unreachable_or_refuses_is_named(tmp_path: Path) -> None:
     absent = examine(tmp_path, registry="consul", consul_url="http://127.0.0.1:1")
-    assert "http://127.0.0.1:1" in absent.one("consul_unreachable")["found"]
-    assert "KVMESH_CONSUL_URL" in absent.one("consul_unreachable")["remedy"]
+    assert "http://127.0.0.1:1" in absent.only("consul_unreachable")["found"]
+    assert "KVMESH_CONSUL_URL" in absent.only("consul_unreachable")["remedy"]
     agent = ConsulAgent('-hcl=acl { enabled = true default_policy = "deny" }')
     agent.start()
     try:
         for token in (None, "6b1d5ea6-0000-4000-8000-000000000000"):
             report = examine(tmp_path, registry="consul", consul_url=agent.url, consul_token=token)
-            assert "consul_policy.hcl" in report.one("consul_refuses")["remedy"]
+            assert "consul_policy.hcl" in report.only("consul_refuses")["remedy"]
             assert report.status == 1
     finally:
         agent.kill()
@@ -402,14 +402,14 @@ def test_lost_members_and_entries_of_ended_processes_are_named(mesh: Mesh) -> No
     assert "start an indexer" in lost[0]["remedy"]
     path = mesh.folder / "required.yaml"
     path.write_text(f"registry_path: {mesh.folder / 'registry'}\nrequire: [indexer]\n")
-    required = command("-f", path).one("role_missing")
+    required = command("-f", path).only("role_missing")
     assert "requires the role indexer" in required["found"]
 
     for worker in mesh.workers:
         worker.kill()
     roles = wait_for(lambda: examine(mesh.folder).of("role_missing"), "theirs are removed")
     assert "start a worker" in roles[0]["remedy"]
-    assert examine(mesh.folder).one("frontend_not_ready")
+    assert examine(mesh.folder).only("frontend_not_ready")
 
     # Stopped first, so that none removes the entry of another one.
     live = [service for service in mesh.services if service.process.poll() is None]
@@ -421,4 +421,4 @@ def test_lost_members_and_entries_of_ended_processes_are_named(mesh: Mesh) -> No
     orphans = report.of("entry_orphaned")
     for service in live:
         assert any(f"{service.instance_id:016x}.json has ended" in f["found"] for f in orphans)
-    assert report.one("no_members")["severity"] == "warning"
+    assert report.only("no_members")["severity"] == "warning"

@@ -11,6 +11,8 @@ from meshctl.doctor.rules import finding
 SERVING = "serving"
 # Of a member that was asked nothing, since the settings of doctor are invalid.
 UNKNOWN = "unknown"
+# In a reason of a frontend about a canary, which is a finding of its own.
+CANARY_REASON = "its canary fails"
 # States of a member that does not answer.
 _SILENT = ("deadline_exceeded", "unavailable", "cancelled")
 # States of a member that refuses doctor.
@@ -87,5 +89,9 @@ def check_frontends(facts: Facts) -> Iterator[Finding]:
         elif not frontend.error and not frontend.is_ready:
             text = "; ".join(frontend.reasons) or "it gives no reason"
             yield finding("frontend_not_ready", subject, text)
+        for model, reason in frontend.failing_models.items():
+            text = f"a test request of {subject.name} fails at {reason}"
+            yield finding("model_not_served", Subject("model", model), text)
         for reason in frontend.degraded:
-            yield finding("frontend_degraded", subject, reason)
+            if CANARY_REASON not in reason:
+                yield finding("frontend_degraded", subject, reason)

@@ -38,6 +38,14 @@ async def read_frontend(instance: Instance, limit_s: float) -> FrontendFacts:
 def _parse(response: httpx.Response) -> FrontendFacts:
     try:
         body = response.json()
-        return FrontendFacts(bool(body["ready"]), tuple(body["reasons"]), tuple(body["degraded"]))
-    except (ValueError, LookupError, TypeError):
+        # Earlier versions have no canaries.
+        failing = {
+            model: f"stage {canary['stage']}: {canary['reason']}"
+            for model, canary in body.get("canaries", {}).items()
+            if canary["status"] == "failing"
+        }
+        return FrontendFacts(
+            bool(body["ready"]), tuple(body["reasons"]), tuple(body["degraded"]), failing
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
         return FrontendFacts(error=f"status {response.status_code} without a readiness")

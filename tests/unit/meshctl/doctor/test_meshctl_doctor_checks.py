@@ -213,6 +213,18 @@ CASES: list[tuple[str, Facts, str]] = [
         "no model is served",
     ),
     (
+        "model_not_served",
+        with_member(
+            FRONTEND,
+            frontend=FrontendFacts(
+                is_ready=True,
+                degraded=("model m: its canary fails at stage token: lost",),
+                failing_models={"m": "stage token: lost"},
+            ),
+        ),
+        "frontend-1 fails at stage token: lost",
+    ),
+    (
         "frontend_degraded",
         with_member(FRONTEND, frontend=FrontendFacts(is_ready=True, degraded=("no router",))),
         "no router",

@@ -8,12 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+
+import httpx
+import pytest
 
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.runtime.config import ServiceConfig
 from meshctl.doctor.collect.certificates import read_certificates
+from meshctl.doctor.collect.frontends import read_frontend
 from meshctl.doctor.collect.host import is_local, read_folder, read_secret_file
 from meshctl.doctor.collect.processes import (
     describe_command,
@@ -184,3 +189,19 @@ def test_loopback_addresses_and_own_ones_are_local() -> None:
     assert is_local("127.0.0.1")
     assert is_local(socket.gethostbyname(socket.gethostname()))
     assert not is_local("192.0.2.1")
+
+
+async def test_models_whose_canaries_fail_are_read_from_a_frontend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    canaries = {
+        "good": {"status": "ok", "stage": "", "reason": "", "age_s": 1.0},
+        "bad": {"status": "failing", "stage": "token", "reason": "lost", "age_s": None},
+    }
+    body = {"ready": True, "reasons": [], "degraded": [], "canaries": canaries}
+    response = httpx.Response(200, json=body)
+    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(lambda _: response))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client())
+    instance = Instance(1, "default", "frontend", "", "127.0.0.1:1", http_address="127.0.0.1:2")
+    facts = await read_frontend(instance, WAIT_S)
+    assert (facts.is_ready, facts.failing_models) == (True, {"bad": "stage token: lost"})
