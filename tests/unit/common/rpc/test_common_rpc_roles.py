@@ -66,6 +66,12 @@ def test_each_member_that_waits_for_peers_may_call_them_and_operators_read_its_s
         "Acknowledge": {"indexer", "router", "worker", "operator"},
         "GetRoutable": {"operator"},
     }
+    for_operators = {
+        method.name
+        for method in methods
+        if roles.is_for_operators(f"/kvmesh.member.v1.MemberService/{method.name}")
+    }
+    assert for_operators == {"GetRoutable"}
 
 
 def test_names_of_other_domains_and_similar_names_are_no_role() -> None:
