@@ -48,7 +48,8 @@ def check_descriptors(facts: Facts) -> Iterator[Finding]:
         is_too_low = limit < DESCRIPTORS_MIN
         least = DESCRIPTORS_MIN if is_too_low else DESCRIPTORS_WANTED
         name = "descriptors_too_few" if is_too_low else "descriptors_few"
-        text = f"ulimit -Hn is {limit}; a frontend needs {least}"
+        verb = "needs" if is_too_low else "should have"
+        text = f"ulimit -Hn is {limit}; a frontend {verb} {least}"
         yield finding(name, HOST, text, wanted=DESCRIPTORS_WANTED)
     for member in facts.members:
         process = member.process
