@@ -10,7 +10,14 @@ from common.runtime.config import FILE_SUFFIX, PREFIX, SERVICES, ServiceConfig, 
 from meshctl.doctor.facts import ProcessFacts
 
 # A secret, whose file is named by the field with FILE_SUFFIX.
-_SECRETS = ("mesh_token", "admin_token", "consul_token", "mesh_key", "metrics_key")
+_SECRETS = (
+    "mesh_token",
+    "admin_token",
+    "operator_token",
+    "consul_token",
+    "mesh_key",
+    "metrics_key",
+)
 _API_KEYS = "api_keys"
 SECRET_FIELDS = (
     *(f"{name}{FILE_SUFFIX}" for name in _SECRETS),
