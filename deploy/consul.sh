@@ -34,7 +34,6 @@ fi
 
 # A server that stops leaves the cluster, so that the others keep a majority; the next one under its
 # name is a new node.
-if [ -n "${CONSUL_PEERS:-}" ]; then leaves=true; else leaves=false; fi
 data=$(mktemp -d)
 trap 'rm -rf "$data"' EXIT
 consul agent -server -ui -log-level=warn -data-dir="$data" -node="$(hostname)-$$-$(date +%s)" -hcl "
@@ -44,11 +43,17 @@ consul agent -server -ui -log-level=warn -data-dir="$data" -node="$(hostname)-$$
     tokens = { $name = \"$management\", agent = \"$management\" }
   }
   disable_update_check = true
-  leave_on_terminate = $leaves
   autopilot = { server_stabilization_time = \"1s\" }
   performance = { raft_multiplier = 1, leave_drain_time = \"500ms\" }" "$@" &
 agent=$!
-trap 'kill -TERM $agent' INT TERM
+# Not by leave_on_terminate: a connection that breaks meanwhile (SIGPIPE) would end that leave.
+stop() {
+  if [ -n "${CONSUL_PEERS:-}" ]; then
+    CONSUL_HTTP_TOKEN="$management" timeout 15 consul leave > /dev/null 2>&1 || true
+  fi
+  kill -TERM $agent 2> /dev/null || true
+}
+trap stop INT TERM
 
 if [ -z "$cluster" ]; then
   export CONSUL_HTTP_TOKEN="$management"

@@ -177,7 +177,7 @@ def check_status(engine: Engine, service: str, members: int) -> None:
 
 
 def check_consul_servers(engine: Engine, count: int) -> None:
-    """Raises AssertionError unless the cluster of Consul has that many servers that vote."""
+    """Raises AssertionError unless the cluster of Consul has that many servers, and all vote."""
     command = (
         "CONSUL_HTTP_TOKEN=$(cat /run/kvmesh/consul/management_token)"
         " consul operator raft list-peers"
@@ -188,7 +188,8 @@ def check_consul_servers(engine: Engine, count: int) -> None:
             output = engine.compose("exec", "-T", "consul-2", "sh", "-c", command)
         except EngineFailed:
             return False
-        return len(re.findall(r"\btrue\b", output)) == count
+        votes = re.findall(r":8300 .*\b(true|false)\b", output)
+        return votes == ["true"] * count
 
     wait_for(have_joined, f"Consul has {count} servers", 2 * WAIT_S)
 

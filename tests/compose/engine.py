@@ -288,6 +288,7 @@ def in_namespaces(arguments: list[str]) -> list[str]:
     it."""
     return [
         *("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"),
+        *("catatonit", "--"),  # It reaps the processes that podman leaves.
         *(sys.executable, "-m", "tests.compose", *arguments),
     ]
 
