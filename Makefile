@@ -30,7 +30,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -144,6 +144,9 @@ bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without 
 
 skew: $(VENV)/.dev ## Services of each supported version beside those of this one (7 minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.skew $(ARGS)
+
+wheel-test: $(VENV)/.dev ## pip install with and without a C compiler, a mesh from each (5 minutes); last line is JSON
+	$(BIN)/python -m tests.packaging $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh

@@ -40,8 +40,8 @@ from tools.versions.supported import supported_versions
 CLIENTS = 8
 ROUNDS = 3
 CALL_S = 60.0
-# A busy machine causes some. Handoffs that two versions cannot do would fail half of the requests.
-RETRIES_MAX_SHARE = 0.1
+# A busy machine causes some. Handoffs that two versions cannot do cause more than one a request.
+RETRIES_MAX_SHARE = 0.5
 ACCEPTED = 'kvmesh_worker_requests_total{outcome="accepted"}'
 TOKEN = "the secret of the mesh, 32 bytes"
 AGGREGATED = Shape(workers=2)

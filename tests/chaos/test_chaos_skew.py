@@ -74,8 +74,8 @@ def test_errors_other_contents_and_unused_processes_fail_a_case() -> None:
     line = outcome.line(MIXED, 1.0)
     assert line["failed"] == ["errors", "inexact", "unused"]
     assert (line["errors"], line["inexact"]) == (2, 1)
-    assert Outcome(requests=20, retries=3).line(MIXED, 1.0)["failed"] == ["retries"]
-    assert Outcome(requests=20, retries=2).line(MIXED, 1.0)["failed"] == []
+    assert Outcome(requests=20, retries=11).line(MIXED, 1.0)["failed"] == ["retries"]
+    assert Outcome(requests=20, retries=10).line(MIXED, 1.0)["failed"] == []
 
 
 def test_a_checkout_without_history_is_named_with_the_command_that_mends_it(
