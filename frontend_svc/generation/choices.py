@@ -14,7 +14,7 @@ from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import ToolPlan
 from frontend_svc.openai.output.logprobs import token_id_text
 from frontend_svc.text.choice import Choice, PromptTokens
-from frontend_svc.text.output_text import DetokenizerLike, TextStream
+from frontend_svc.text.output_text import DetokenizerLike, RecordedText, TextStream
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.formats import HERMES
 from frontend_svc.tools.harmony import HarmonyParser
@@ -28,11 +28,14 @@ def make_choices(
     prepared: PreparedBody,
     request_ids: Sequence[str],
     counts: list[int] | None = None,
+    *,
+    is_recorded: bool = False,
 ) -> list[Choice]:
     """Returns the choices of all prompts, in order.
 
     - request_ids: of the requests that generate them.
     - counts: of `ResponseInfo`.
+    - is_recorded: whether their texts are kept.
     """
     body, model = prepared.body, prepared.model
     choices: list[Choice] = []
@@ -45,14 +48,16 @@ def make_choices(
             detokenizer: DetokenizerLike = model.detokenizer(
                 for_parser=parser is not None, skips_special=body.skip_special_tokens is not False
             )
+            recorded = RecordedText(detokenizer) if is_recorded else None
             choices.append(
                 Choice(
                     number,
-                    _text_stream(body, detokenizer),
+                    _text_stream(body, recorded or detokenizer),
                     parser,
                     echo=echo,
                     token_bytes=_token_bytes(body, model),
                     counts=counts,
+                    recorded=recorded,
                 )
             )
     return choices

@@ -82,7 +82,8 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         plans = self._plans(context, prepared, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
         form = None if is_query_only else _form(prepared)
-        choices = make_choices(prepared, request_ids, info.token_counts)
+        has_constraint = form is not None and form.guided is not None
+        choices = make_choices(prepared, request_ids, info.token_counts, is_recorded=has_constraint)
         context.progress.choices_per_prompt = prepared.body.choices_per_prompt
         with open_requests(self._dependencies, context, plans, meter) as opened:
             open_choices = [

@@ -22,12 +22,10 @@ from common.request.grammar import ConstraintError, matches_constraint
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.openai.body.tool_calls import ANY_OBJECT, ToolPlan
 from frontend_svc.text.api_format import ChoiceResult
-from frontend_svc.tools.deltas import CallArguments, CallStart, Content, Reasoning
+from frontend_svc.tools.deltas import CallArguments, CallStart
 
 # Why a response may end without its form.
 _INCOMPLETE_REASONS = ("length", "content_filter")
-# White space that may begin a content and that the parser of its reasoning drops.
-_DROPPED_SPACES = (" ", "\n", "\n\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +41,23 @@ class ResponseForm:
     reasoning_end: str = ""
     """Marker behind the reasoning; "": the model has none."""
 
-    def problem(
-        self, choice: ChoiceResult, is_late: Callable[[], bool], echo_chars: int = 0
-    ) -> str:
+    def problem(self, choice: ChoiceResult, text: str, is_late: Callable[[], bool]) -> str:
         """Returns what the form lacks; "" if nothing, or if nothing is known in time. Takes
         milliseconds, with large constraints up to seconds.
 
+        - text: of the choice as the model wrote it, with its reasoning.
         - is_late: whether the time is used up.
-        - echo_chars: characters of the content before the output.
         """
         end = choice.end
         if end.reason in _INCOMPLETE_REASONS or end.stop_string is not None:
             return ""
         calls: dict[int, tuple[str, list[str]]] = {}
-        pieces: list[str] = []
-        has_reasoning = False
         for delta in choice.deltas:
             match delta:
                 case CallStart(index, name):
                     calls[index] = (name, [])
                 case CallArguments(index, piece):
                     calls[index][1].append(piece)
-                case Content(piece):
-                    pieces.append(piece)
-                case Reasoning():
-                    has_reasoning = True
         if calls:
             whole = {n: (name, "".join(arguments)) for n, (name, arguments) in calls.items()}
             return self._calls_problem(whole, is_late)
@@ -75,22 +65,17 @@ class ResponseForm:
             return "the response has no tool call"
         if self.guided is None:
             return ""
-        texts = self._constrained_texts("".join(pieces)[echo_chars:], has_reasoning=has_reasoning)
-        if any(_matches(self.guided, text, is_late) for text in texts):
+        if any(_matches(self.guided, part, is_late) for part in self._constrained_texts(text)):
             return ""
         return "the response does not match the constraint of the request"
 
-    def _constrained_texts(self, content: str, *, has_reasoning: bool) -> Iterable[str]:
+    def _constrained_texts(self, text: str) -> Iterable[str]:
         """Yields the texts to which the engine may have applied the constraint: one must match."""
-        yield content
-        if self.reasoning_end and self.reasoning_end in content:
-            # The constraint excludes reasoning, so the parser expected none.
-            _, _, answer = content.partition(self.reasoning_end)
+        yield text
+        if self.reasoning_end and self.reasoning_end in text:
+            _, _, answer = text.partition(self.reasoning_end)
             yield answer
             yield answer.lstrip()
-        elif has_reasoning:
-            for space in _DROPPED_SPACES:
-                yield space + content
 
     def _calls_problem(
         self, calls: Mapping[int, tuple[str, str]], is_late: Callable[[], bool]

@@ -180,10 +180,11 @@ class ResponseWriter:
             if not open_choice.is_finished or open_choice.is_checked or self._error is not None:
                 continue
             open_choice.is_checked = True
-            echo_chars = len(open_choice.choice.echo)
+            choice = open_choice.choice
+            raw = "" if choice.recorded is None else choice.recorded.text()
             try:
                 async with asyncio.timeout(FORM_WAIT_S):
-                    problem = await asyncio.to_thread(_form_problem, self._form, result, echo_chars)
+                    problem = await asyncio.to_thread(_form_problem, self._form, result, raw)
             except TimeoutError:  # the processor is busy; the engine has enforced the form
                 problem = ""
             if problem:
@@ -267,10 +268,10 @@ class ResponseWriter:
         return _permitted(self._context, usage)
 
 
-def _form_problem(form: ResponseForm, result: ChoiceResult, echo_chars: int) -> str:
+def _form_problem(form: ResponseForm, result: ChoiceResult, raw: str) -> str:
     """Runs the check of a form for FORM_CPU_S of this thread at most."""
     end_s = time.thread_time() + FORM_CPU_S
-    return form.problem(result, lambda: time.thread_time() >= end_s, echo_chars)
+    return form.problem(result, raw, lambda: time.thread_time() >= end_s)
 
 
 def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:

@@ -17,7 +17,7 @@ from frontend_svc.text.api_format import (
     OpenAIFinishReason,
     TokenText,
 )
-from frontend_svc.text.output_text import TextStream
+from frontend_svc.text.output_text import RecordedText, TextStream
 from frontend_svc.text.token_queue import TokenQueue
 from frontend_svc.tools.choice_parser import ChoiceParser
 from frontend_svc.tools.deltas import Content, Delta, Reasoning
@@ -42,6 +42,7 @@ class Choice:
 
     - parser: None if the whole text is content.
     - echo: text that is written first.
+    - recorded: receives the text; None: it is not needed.
     - token_bytes: returns the bytes of an id, for log probabilities; None: the client requested
       none.
     - counts: receives the output tokens up to each text, at `index`; None: nothing reads them.
@@ -57,9 +58,11 @@ class Choice:
         echo: str = "",
         token_bytes: Callable[[int], bytes] | None = None,
         counts: list[int] | None = None,
+        recorded: RecordedText | None = None,
     ) -> None:
         self._index = index
         self.echo = echo
+        self.recorded = recorded
         # Characters of the prompt in the text.
         self._echoed = 0
         self._text = text

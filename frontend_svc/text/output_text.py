@@ -15,6 +15,27 @@ class DetokenizerLike(Protocol):
     def finish(self) -> str: ...
 
 
+class RecordedText:
+    """A detokenizer that keeps the text, as the model wrote it."""
+
+    def __init__(self, detokenizer: DetokenizerLike) -> None:
+        self._detokenizer = detokenizer
+        self._pieces: list[str] = []
+
+    def feed(self, token_ids: Sequence[int]) -> list[str]:
+        pieces = self._detokenizer.feed(token_ids)
+        self._pieces += pieces
+        return pieces
+
+    def finish(self) -> str:
+        tail = self._detokenizer.finish()
+        self._pieces.append(tail)
+        return tail
+
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
 class TextStream:
     """The text of one response.
 

@@ -9,7 +9,6 @@ import pytest
 from common.request.preprocessed import GuidedDecoding
 from frontend_svc.generation.form import ResponseForm
 from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult
-from frontend_svc.tools.deltas import Content, Delta, Reasoning
 
 SCHEMA = {
     "type": "object",
@@ -21,8 +20,8 @@ FORM = ResponseForm(GuidedDecoding(json=SCHEMA), None)
 GOOD = '{"type": "text/plain", "price": 1.5}'
 
 
-def problem(form: ResponseForm, *deltas: Delta) -> str:
-    return form.problem(ChoiceResult(ChoiceEnd("stop"), list(deltas)), lambda: False)
+def problem(form: ResponseForm, text: str, *, is_late: bool = False) -> str:
+    return form.problem(ChoiceResult(ChoiceEnd("stop")), text, lambda: is_late)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def problem(form: ResponseForm, *deltas: Delta) -> str:
     ],
 )
 def test_a_json_text_has_a_form_by_its_values(text: str, *, has_form: bool) -> None:
-    found = problem(FORM, Content(text[:9]), Content(text[9:]))
+    found = problem(FORM, text)
     assert (found == "") == has_form, found
 
 
@@ -46,16 +45,15 @@ def test_a_long_text_has_its_form() -> None:
     """Each byte of a counted string is a new state of the matcher, whose budget must not end."""
     schema = {"type": "string", "maxLength": 60_000}
     form = ResponseForm(GuidedDecoding(json=schema), None)
-    assert problem(form, Content(json.dumps("x" * 60_000))) == ""
-    assert problem(form, Content(json.dumps("x" * 60_001))) != ""
-    assert problem(form, Content(json.dumps("x" * 100) + " " * 100 + "y")) != ""
+    assert problem(form, json.dumps("x" * 60_000)) == ""
+    assert problem(form, json.dumps("x" * 60_001)) != ""
+    assert problem(form, json.dumps("x" * 100) + " " * 100 + "y") != ""
 
 
 def test_a_response_that_is_not_checked_in_time_is_passed_on() -> None:
     """The engine enforced the form; the check must not make an error of a valid response."""
-    bad = ChoiceResult(ChoiceEnd("stop"), [Content('{"type": 1}')])
-    assert FORM.problem(bad, lambda: True) == ""
-    assert FORM.problem(bad, lambda: False) != ""
+    assert problem(FORM, '{"type": 1}', is_late=True) == ""
+    assert problem(FORM, '{"type": 1}') != ""
 
 
 def test_a_check_ends_soon_after_its_time() -> None:
@@ -67,34 +65,22 @@ def test_a_check_ends_soon_after_its_time() -> None:
         return calls > 3
 
     form = ResponseForm(GuidedDecoding(json={"type": "string", "maxLength": 60_000}), None)
-    whole = ChoiceResult(ChoiceEnd("stop"), [Content(json.dumps("x" * 60_001))])
-    assert form.problem(whole, is_late) == ""
+    stop = ChoiceResult(ChoiceEnd("stop"))
+    assert form.problem(stop, json.dumps("x" * 60_001), is_late) == ""
     assert calls == 4
 
 
 @pytest.mark.parametrize(
-    "deltas",
-    [
-        [Reasoning("The price is "), Reasoning("{1.5}."), Content(GOOD)],
-        [Content(f"The prompt opened the reasoning.</think>\n\n{GOOD}")],
-        [Content(f"<think>{GOOD}</think>"), Content(GOOD)],
-    ],
+    "begin", ["<think>The price is {1.5}.</think>", "The prompt opened it.</think>\n\n"]
 )
-def test_the_form_may_begin_behind_the_reasoning(deltas: list[Delta]) -> None:
+def test_the_form_may_begin_behind_the_reasoning(begin: str) -> None:
     """Some engines apply the constraint only there."""
     form = ResponseForm(GuidedDecoding(json=SCHEMA), None, "</think>")
-    assert problem(form, *deltas) == ""
-    assert problem(form, *deltas, Content("}")) != ""
-    assert problem(form, Content(f"{GOOD}</think>"), Content("and more")) != ""
+    assert problem(form, begin + GOOD) == ""
+    assert problem(form, f"{begin}{GOOD}}}") != ""
 
 
-def test_white_space_behind_the_reasoning_may_be_part_of_the_form() -> None:
-    form = ResponseForm(GuidedDecoding(regex="\\n\\n[a-z]+"), None, "</think>")
-    assert problem(form, Reasoning("so"), Content("abc")) == ""
-    assert problem(form, Content("so</think>\n\nabc")) == ""
-    assert problem(form, Content("abc")) != ""
-
-
-def test_the_echo_of_the_prompt_is_no_part_of_the_form() -> None:
-    echoed = ChoiceResult(ChoiceEnd("stop"), [Content("How much? "), Content(GOOD)])
-    assert FORM.problem(echoed, lambda: False, echo_chars=len("How much? ")) == ""
+def test_the_form_may_contain_the_reasoning() -> None:
+    form = ResponseForm(GuidedDecoding(regex="<think>[a-z]+</think>\\n[0-9]+"), None, "</think>")
+    assert problem(form, "<think>so</think>\n12") == ""
+    assert problem(form, "<think>so</think>\nno") != ""
