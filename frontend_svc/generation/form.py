@@ -22,7 +22,7 @@ from common.request.grammar import ConstraintError, matches_constraint
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.openai.body.tool_calls import ANY_OBJECT, ToolPlan
 from frontend_svc.text.api_format import ChoiceResult
-from frontend_svc.tools.deltas import CallArguments, CallStart
+from frontend_svc.tools.deltas import CallArguments, CallStart, Reasoning
 
 # Why a response may end without its form.
 _INCOMPLETE_REASONS = ("length", "content_filter")
@@ -65,14 +65,17 @@ class ResponseForm:
             return "the response has no tool call"
         if self.guided is None:
             return ""
-        if any(_matches(self.guided, part, is_late) for part in self._constrained_texts(text)):
+        is_split = any(isinstance(delta, Reasoning) for delta in choice.deltas)
+        texts = self._constrained_texts(text, is_split=is_split)
+        if any(_matches(self.guided, part, is_late) for part in texts):
             return ""
         return "the response does not match the constraint of the request"
 
-    def _constrained_texts(self, text: str) -> Iterable[str]:
-        """Yields the texts to which the engine may have applied the constraint: one must match."""
+    def _constrained_texts(self, text: str, *, is_split: bool) -> Iterable[str]:
+        """Yields the texts to which the engine may have applied the constraint: one must match.
+        is_split: whether the client receives the reasoning apart from the content."""
         yield text
-        if self.reasoning_end and self.reasoning_end in text:
+        if is_split and self.reasoning_end and self.reasoning_end in text:
             _, _, answer = text.partition(self.reasoning_end)
             yield answer
             yield answer.lstrip()

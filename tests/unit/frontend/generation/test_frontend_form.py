@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
 from common.request.preprocessed import GuidedDecoding
 from frontend_svc.generation.form import ResponseForm
 from frontend_svc.text.api_format import ChoiceEnd, ChoiceResult
+from frontend_svc.tools.deltas import Content, Delta, Reasoning
 
 SCHEMA = {
     "type": "object",
@@ -20,8 +22,10 @@ FORM = ResponseForm(GuidedDecoding(json=SCHEMA), None)
 GOOD = '{"type": "text/plain", "price": 1.5}'
 
 
-def problem(form: ResponseForm, text: str, *, is_late: bool = False) -> str:
-    return form.problem(ChoiceResult(ChoiceEnd("stop")), text, lambda: is_late)
+def problem(
+    form: ResponseForm, text: str, *, is_late: bool = False, deltas: Sequence[Delta] = ()
+) -> str:
+    return form.problem(ChoiceResult(ChoiceEnd("stop"), list(deltas)), text, lambda: is_late)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +78,12 @@ def test_a_check_ends_soon_after_its_time() -> None:
     "begin", ["<think>The price is {1.5}.</think>", "The prompt opened it.</think>\n\n"]
 )
 def test_the_form_may_begin_behind_the_reasoning(begin: str) -> None:
-    """Some engines apply the constraint only there."""
+    """Some engines apply the constraint only there. What the client receives as content has it."""
     form = ResponseForm(GuidedDecoding(json=SCHEMA), None, "</think>")
-    assert problem(form, begin + GOOD) == ""
-    assert problem(form, f"{begin}{GOOD}}}") != ""
+    split = [Reasoning("The price is {1.5}."), Content(GOOD)]
+    assert problem(form, begin + GOOD, deltas=split) == ""
+    assert problem(form, f"{begin}{GOOD}}}", deltas=split) != ""
+    assert problem(form, begin + GOOD, deltas=[Content(begin + GOOD)]) != ""
 
 
 def test_the_form_may_contain_the_reasoning() -> None:
