@@ -128,13 +128,13 @@ def run_default(engine: Engine) -> Report:
     with started(engine, report, services=services) as is_up:
         if not is_up:
             return report
+        report.check("status", lambda: checks.check_status(engine, "router", len(MESH)))
         report.count(report.check("chats", lambda: checks.check_chats(FRONTEND_URL, 8)))
         report.check("trace", lambda: checks.check_linked_trace(FRONTEND_URL))
         report.check("grpcurl", lambda: checks.check_documented_calls(engine, engine.folder))
         for name, port in (("router", 7100), ("indexer", 7200), ("decode", 7300)):
             address = f"127.0.0.1:{port}"
             report.check(f"refusal/{name}", partial(checks.check_refusal, engine, address))
-        report.check("status", lambda: checks.check_status(engine, "router", len(MESH)))
         report.check("metrics", lambda: checks.check_metrics(len(MESH)))
         report.check("hardening", lambda: checks.check_hardening(engine, MESH))
         cpu = report.check("health", lambda: checks.health_cpu_ms(engine, MEASURED))
@@ -164,10 +164,10 @@ def run_ha(engine: Engine) -> Report:
     with started(engine, report, "--profile", "ha", services=services) as is_up:
         if not is_up:
             return report
-        for url in (FRONTEND_URL, SECOND_URL):
-            report.count(report.check(f"chats/{url}", partial(checks.check_chats, url, 4)))
         members = len(MESH) + len(SECOND)
         report.check("status", lambda: checks.check_status(engine, "router-2", members))
+        for url in (FRONTEND_URL, SECOND_URL):
+            report.count(report.check(f"chats/{url}", partial(checks.check_chats, url, 4)))
         report.check("consul", lambda: checks.check_consul_servers(engine, 3))
         for port in (7101, 7201):
             address = f"127.0.0.1:{port}"

@@ -164,7 +164,11 @@ def check_metrics(services: int) -> None:
 
 
 def check_status(engine: Engine, service: str, members: int) -> None:
-    """Raises AssertionError unless `meshctl status` in a container shows that many members."""
+    """Raises AssertionError unless `meshctl status` in a container shows that many members.
+
+    Consul lists a member when its own check has passed, which is later than the health of the
+    container.
+    """
 
     def are_serving() -> bool:
         try:
@@ -173,7 +177,7 @@ def check_status(engine: Engine, service: str, members: int) -> None:
             return False
         return len(re.findall(r'"health": ?"serving"', output)) == members
 
-    wait_for(are_serving, f"meshctl status shows {members} members", WAIT_S)
+    wait_for(are_serving, f"meshctl status shows {members} members", 3 * WAIT_S)
 
 
 def check_consul_servers(engine: Engine, count: int) -> None:

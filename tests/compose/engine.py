@@ -231,6 +231,10 @@ class Engine:
         self.run("ip", "link", "set", "lo", "up")
         # State that podman keeps outside of its folders.
         self.run("mount", "-t", "tmpfs", "tmpfs", "/run")
+        # Without servers: the host's are not reachable here, and each query would wait 5 s for one.
+        resolver = self.folder / "settings" / "resolv.conf"
+        resolver.write_text("options timeout:1 attempts:1\n")
+        self.run("mount", "--bind", str(resolver), "/etc/resolv.conf")
         log = self.folder / "service.log"
         ended = threading.Event()
         with (
