@@ -226,7 +226,7 @@ $(BIN)/meshctl .venv-sglang/bin/meshctl:
 	@bin=$$(realpath $(@D)) && root=$${bin%/*/*} && \
 	site=$$($(@D)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	printf '%s\n' "$$root/protos" "$$root" > "$$site/kvmesh.pth" && \
-	printf '%s\n' "#!$$bin/python" 'from meshctl.__main__ import main' 'main()' > $@.new && \
+	printf '%s\n' '#!/bin/sh' 'exec "$$(dirname "$$(realpath "$$0")")/python" -P -m meshctl "$$@"' > $@.new && \
 	chmod +x $@.new && mv $@.new $@
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/meshctl

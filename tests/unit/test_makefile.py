@@ -16,6 +16,7 @@ STUB = """\
 #!/bin/sh
 case "$*" in
   --version) echo Python {version} ;;
+  *purelib*) mkdir -p "${{0%/*}}/../site"; echo "${{0%/*}}/../site" ;;
   -c*) exec {python} -c "import sys; sys.version_info = {numbers}; exec(sys.argv[1])" "$2" ;;
   "-m venv "*) sleep 0.2; echo venv >> {log}; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip install "*) sleep 0.2; echo install >> {log} ;;

@@ -80,7 +80,7 @@ def test_a_check_ends_soon_after_its_time() -> None:
 def test_the_form_may_begin_behind_the_reasoning(begin: str) -> None:
     """Some engines apply the constraint only there. What the client receives as content has it."""
     form = ResponseForm(GuidedDecoding(json=SCHEMA), None, "</think>")
-    split = [Reasoning("The price is {1.5}."), Content(GOOD)]
+    split: list[Delta] = [Reasoning("The price is {1.5}."), Content(GOOD)]
     assert problem(form, begin + GOOD, deltas=split) == ""
     assert problem(form, f"{begin}{GOOD}}}", deltas=split) != ""
     assert problem(form, begin + GOOD, deltas=[Content(begin + GOOD)]) != ""
