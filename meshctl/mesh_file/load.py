@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,9 @@ class LoadedMesh:
 def read_mesh_file(path: Path) -> LoadedMesh:
     """Returns the content of a file. Raises MeshFileError."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            # A pipe can be read only once.
+            raise MeshFileError([f"{path}: is not a regular file; a restart reads it again"])
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
         text = raw.decode()

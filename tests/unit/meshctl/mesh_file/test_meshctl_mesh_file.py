@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -246,3 +247,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(MeshFileError, match="is not UTF-8"):
         read_mesh_file(tmp_path / "binary.yaml")
+
+
+def test_a_pipe_is_refused_because_it_can_be_read_only_once() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"routers: {count: 2}\n")
+    os.close(writer)
+    try:
+        with pytest.raises(MeshFileError, match="is not a regular file"):
+            read_mesh_file(Path(f"/dev/fd/{reader}"))
+    finally:
+        os.close(reader)
