@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from common.runtime.tasks import TaskGroup
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.process.control import ControlRequest, Send
 from meshctl.process.operations import Operations, Outcome
-from meshctl.process.rollout import Step
 from meshctl.process.supervise import Child, Supervisor
 from meshctl.view.screen import YELLOW, Screen
 
@@ -45,7 +44,8 @@ class ControlHandler:
         steps = self.operations.plan(request.names, request.new_first)
         planned = [asdict(step) for step in steps]
         if not request.wait:
-            self.background.create_task(self._restart_alone(steps))
+            restart = self.operations.restart(steps, self._print, lambda: False)
+            self.background.create_task(self._finish(restart))
             return {"planned": planned}
         send({"planned": planned})
         return _summary(await self.operations.restart(steps, report, is_gone))
@@ -55,9 +55,9 @@ class ControlHandler:
         if state != "progress":
             self.screen.print_progress(name, state, detail)
 
-    async def _restart_alone(self, steps: Sequence[Step]) -> None:
+    async def _finish(self, restart: Awaitable[Outcome]) -> None:
         try:
-            await self.operations.restart(steps, self._print, lambda: False)
+            await restart
         except (MeshError, MeshFileError) as error:
             self.screen.print_progress("mesh", "note", f"the restart ended: {error}", colour=YELLOW)
 

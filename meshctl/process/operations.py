@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from common.errors import Conflict, InvalidRequest
@@ -85,24 +86,36 @@ class Operations:
         members = self.members()
         return plan(members, select(members, names), self._environ, new_first=new_first)
 
-    async def restart(
+    def restart(
         self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
-    ) -> Outcome:
+    ) -> Awaitable[Outcome]:
         """Replaces members one after the other; stops at the first that does not become routable.
 
-        is_cancelled: whether to stop after the present member. Raises Conflict, MeshFileError.
+        Other operations are refused from the call on. is_cancelled: whether to stop after the
+        present member. Raises Conflict, MeshFileError.
         """
         self._check_free()
+        self._current = "a restart"
+        return self._restart(steps, report, is_cancelled)
+
+    async def _restart(
+        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+    ) -> Outcome:
+        try:
+            return await self._replace_all(steps, report, is_cancelled)
+        finally:
+            self._current = ""
+
+    async def _replace_all(
+        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+    ) -> Outcome:
         specs = await self._read_specs()
         replaced: list[Replaced] = []
         for step in steps:
             if is_cancelled():
                 return Outcome(replaced, (step.name, "the command was interrupted"))
             self._current = f"a restart of {step.name}"
-            try:
-                result = await self._replace(step, specs.get(step.name), report)
-            finally:
-                self._current = ""
+            result = await self._replace(step, specs.get(step.name), report)
             if isinstance(result, str):
                 report(step.name, "failed", result)
                 return Outcome(replaced, (step.name, result))
@@ -114,34 +127,25 @@ class Operations:
 
         force: also the last live member of a role.
         """
-        self._check_free()
-        members = self.members()
-        member = select(members, [name])[0] if force else check_drain(members, name)
-        child = self._child(member.spec.name)
-        began = self._now()
-        self._current = f"a drain of {child.spec.name}"
-        try:
+        with self._alone(f"a drain of {name}"):
+            members = self.members()
+            member = select(members, [name])[0] if force else check_drain(members, name)
+            child = self._child(member.spec.name)
+            began = self._now()
             report(child.spec.name, "draining", "")
             await self._supervisor.end(child)
-        finally:
-            self._current = ""
         report(child.spec.name, "drained", f"after {self._now() - began:.1f} s")
 
     async def start(self, name: str, report: Report) -> None:
         """Starts a drained or failed member, and waits until it is routable. Raises InvalidRequest,
         Conflict."""
-        self._check_free()
-        (member, *others) = select(self.members(), [name])
-        old = self._child(member.spec.name)
-        if others or old.state not in (State.STOPPED, State.FAILED):
-            raise InvalidRequest(f"{name}: is {old.state}; start takes one stopped member")
-        specs = await self._read_specs()
-        self._current = f"a start of {old.spec.name}"
-        try:
-            spec = specs.get(old.spec.name, old.spec)
+        with self._alone(f"a start of {name}"):
+            (member, *others) = select(self.members(), [name])
+            old = self._child(member.spec.name)
+            if others or old.state not in (State.STOPPED, State.FAILED):
+                raise InvalidRequest(f"{name}: is {old.state}; start takes one stopped member")
+            spec = (await self._read_specs()).get(old.spec.name, old.spec)
             result = await self._replace(Step(spec.name, new_first=False), spec, report)
-        finally:
-            self._current = ""
         if isinstance(result, str):
             raise InvalidRequest(f"{name}: {result}")
 
@@ -211,6 +215,16 @@ class Operations:
 
     def _child(self, name: str) -> Child:
         return next(c for c in reversed(self._supervisor.children) if c.spec.name == name)
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Refuses other operations until the block is left. Raises Conflict."""
+        self._check_free()
+        self._current = what
+        try:
+            yield
+        finally:
+            self._current = ""
 
     def _check_free(self) -> None:
         if self._current:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from common.errors import Conflict, InvalidRequest
+from common.runtime.tasks import TaskGroup
+from meshctl.commands.control_handler import ControlHandler
+from meshctl.process.control import ControlRequest
 from meshctl.process.operations import Operations, Outcome
 from meshctl.process.routable import Waiting
 from meshctl.process.supervise import Child, State, Supervisor
 from meshctl.services import ServiceSpec
+from meshctl.view.screen import Screen
 from tests.kit.supervised import FakeProcess, World, becomes_ready, dead, running, silent, spec
 from tests.kit.waiting import until
 
@@ -157,6 +163,43 @@ async def test_a_second_operation_is_refused_while_one_is_under_way() -> None:
             mesh.operations.plan([], None)
         mesh.missing.clear()
         await restart
+
+
+async def test_of_two_operations_at_once_the_second_is_refused() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        steps = mesh.operations.plan(["worker-0"], None)
+        # It has not begun yet, like the restart of a client that does not wait.
+        restart = mesh.operations.restart(steps, mesh.report, lambda: False)
+        with pytest.raises(Conflict, match="a restart is under way"):
+            await mesh.operations.drain("worker-1", mesh.report)
+        with pytest.raises(Conflict, match="a restart is under way"):
+            mesh.operations.restart(steps, mesh.report, lambda: False)
+        assert (await restart).failed is None
+        await mesh.operations.drain("worker-1", mesh.report)
+        start = asyncio.ensure_future(mesh.operations.start("worker-1", mesh.report))
+        # It reads the mesh file.
+        await asyncio.sleep(0)
+        with pytest.raises(Conflict, match="a start of worker-1 is under way"):
+            mesh.operations.plan(["worker-0"], None)
+        await start
+        assert mesh.states() == [State.READY, State.READY]
+
+
+async def test_a_restart_in_the_background_is_under_way_when_its_plan_is_sent() -> None:
+    async with bed("worker-0", "worker-1") as mesh, TaskGroup() as background:
+        screen = Screen(
+            io.StringIO(),
+            io.StringIO(),
+            colour=False,
+            clock=lambda: 0.0,
+            tail=lambda _name: [],
+            log=Path,
+        )
+        handler = ControlHandler(mesh.supervisor, mesh.operations, screen, background)
+        request = ControlRequest(command="restart", wait=False)
+        await handler.handle(request, lambda _line: None, lambda: False)
+        with pytest.raises(Conflict, match="a restart is under way"):
+            await handler.handle(request, lambda _line: None, lambda: False)
 
 
 async def test_a_drained_member_stays_stopped_until_it_is_started() -> None:
