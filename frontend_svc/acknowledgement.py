@@ -45,6 +45,11 @@ class Acknowledgement:
             return "this frontend has no session with a router"
         return ""
 
+    def is_in_progress(self, peer: Instance) -> bool:
+        """Returns whether the model of a worker is being loaded, except after a failed attempt."""
+        models = self._models
+        return peer.model in models.loading and peer.model not in models.not_ready
+
     def _reason_to_stay(self, member_id: int, member: Instance | None) -> str:
         if member is not None:
             return "discovery still shows it to this frontend"

@@ -329,6 +329,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _own_need(self, peer: Instance) -> str:
         return self._peers.own_need(peer)
 
+    def _is_in_progress(self, peer: Instance) -> bool:
+        return self._peers.is_in_progress(peer)
+
     async def deregister(self) -> None:
         if self._http is not None and self._config.http_fd is not None:
             # New connections wait in the socket, which the launcher keeps, for a successor.

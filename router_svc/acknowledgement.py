@@ -51,6 +51,10 @@ class Acknowledgement:
             return ""
         return "the router has not received the index"
 
+    def is_in_progress(self, peer: Instance) -> bool:
+        """Returns whether the router receives the index."""
+        return peer.service == "indexer" and self._index.indexer_id is not None
+
     def _reason_against_worker(self, worker: Instance) -> str:
         """Returns why requests cannot be placed on a worker by its cache."""
         if not worker.model:

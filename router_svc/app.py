@@ -150,6 +150,9 @@ class RouterApp(ServiceApp[RouterConfig]):
     def _own_need(self, peer: Instance) -> str:
         return self._acknowledgement.own_need(peer)
 
+    def _is_in_progress(self, peer: Instance) -> bool:
+        return self._acknowledgement.is_in_progress(peer)
+
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Ends the sessions, which have no end of their own, and waits for calls."""
         self._service.end_sessions()

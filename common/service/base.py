@@ -188,6 +188,7 @@ class ServiceApp(Generic[ConfigT]):
             self._registry,
             self._security,
             self._own_need,
+            self._is_in_progress,
             lifecycle,
             limit_s=self._config.routable_limit_s,
         )
@@ -203,6 +204,11 @@ class ServiceApp(Generic[ConfigT]):
         """Returns what this process needs of a peer and does not have yet, so that it is not
         routable; "" if it needs nothing of it."""
         return ""
+
+    def _is_in_progress(self, peer: Instance) -> bool:
+        """Returns whether this process is about to have what it needs of a peer: it waits for that
+        without a limit."""
+        return False
 
     def _add_service(self, add: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service to both servers. add: the generated function."""

@@ -129,7 +129,8 @@ class Peers:
         if (peer := self._waiting.get(peer_id)) is None:
             return False
         peer.reason = reason
-        was_given_up, peer.is_given_up = peer.is_given_up, self._left_s(peer, now) <= 0
+        was_given_up = peer.is_given_up
+        peer.is_given_up = self.is_done or self._left_s(peer, now) <= 0
         self._update()
         return peer.is_given_up and not was_given_up
 

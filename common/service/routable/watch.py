@@ -33,6 +33,8 @@ OWN_NEEDS_S, OWN_NEEDS_MAX_S = 0.02, 0.2
 
 # Returns why this process needs a peer and does not have it yet; "" if it does not need it.
 OwnNeed = Callable[[Instance], str]
+# Returns whether this process is about to have what it needs of a peer.
+IsInProgress = Callable[[Instance], bool]
 
 
 class RoutableWatch:
@@ -46,6 +48,7 @@ class RoutableWatch:
         registry: Registry,
         security: rpc.Security,
         own_need: OwnNeed,
+        is_in_progress: IsInProgress,
         lifecycle: Lifecycle,
         *,
         limit_s: float,
@@ -54,12 +57,14 @@ class RoutableWatch:
         """Begins as not routable.
 
         own_need: of this process.
+        is_in_progress: of its own needs; counts as a response.
         lifecycle: owns the tasks; its health is SERVING when the process is routable.
         limit_s: silence after which a peer is given up.
         """
         self._registry = registry
         self._security = security
         self._own_need = own_need
+        self._is_in_progress = is_in_progress
         self._lifecycle = lifecycle
         self._limit_s = limit_s
         self._clock = clock
@@ -185,10 +190,11 @@ class RoutableWatch:
         pause = Backoff(OWN_NEEDS_S, OWN_NEEDS_MAX_S, None)
         while True:
             for peer in peers.own_needs:
-                if reason := self._own_need(peer):
+                reason = self._own_need(peer)
+                if reason and not self._is_in_progress(peer):
                     self._record_failure(peers, peer, reason)
                 else:
-                    peers.responded(peer.id, "", self._clock())
+                    peers.responded(peer.id, reason, self._clock())
                 self._changed.set()
             await asyncio.sleep(pause.next_s())
 

@@ -73,3 +73,13 @@ def test_an_indexer_is_acknowledged_and_needed_until_the_router_has_an_index() -
     assert without.own_need(INDEXER) == "the router has not received the index"
     assert with_index.reason_against(2, False) == with_index.own_need(INDEXER) == ""
     assert without.own_need(WORKER) == ""
+
+
+def test_a_router_is_about_to_have_the_index_while_it_follows_an_indexer() -> None:
+    for indexer_id in (None, 2):
+        index = StubIndex(indexer_id)
+        index.is_caught_up = False
+        router = acknowledgement(WORKER, INDEXER, index=index)
+        assert router.own_need(INDEXER) == "the router has not received the index"
+        assert router.is_in_progress(INDEXER) == (indexer_id is not None)
+        assert not router.is_in_progress(WORKER)

@@ -159,6 +159,18 @@ def test_a_routable_member_stays_routable_and_forgets_a_peer_that_acknowledges_l
     assert given_up(peers) == {}
 
 
+def test_a_given_up_peer_of_a_routable_member_stays_given_up_when_it_fails_again() -> None:
+    peers = joining()
+    peers.follow(ALL, needs_nothing, 0.0)
+    peers.responded(3, "", 0.0)
+    peers.failed(2, "no response", 10.0)
+    peers.responded(2, "its card is loading", 11.0)
+    assert not peers.failed(2, "no response", 12.0)
+    assert is_routable(peers)
+    assert missing(peers) == {}
+    assert given_up(peers) == {2: "no response"}
+
+
 def test_a_member_waits_for_what_it_needs_itself_up_to_the_limit() -> None:
     peers = joining(FRONTEND)
     assert peers.follow(ALL, lambda peer: peer.service == "worker", 0.0) == ()
