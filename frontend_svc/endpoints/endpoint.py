@@ -63,6 +63,8 @@ from frontend_svc.request.placement_request import ROOT_CHAIN, PlacementRequest,
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.tracing import start_request_span
 
+# Of `requests_max`: at most so many requests wait for a configured model that is not served.
+WAITING_SHARE_MAX = 0.25
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
 
@@ -275,12 +277,14 @@ class PostEndpoint(ABC, Generic[P]):
         self, context: HttpRequest, name: str, table: Table, error: Unavailable
     ) -> ServedModel:
         """Returns a configured model as soon as a worker serves it. Raises Unavailable after
-        `worker_wait_s`; at once if the model is not configured.
+        `worker_wait_s`; at once if the model is not configured, or if too many requests wait.
 
         - error: why the model is not served now.
         """
         models, loop = self._models, asyncio.get_running_loop()
         watched = context.connection.watched
+        if len(models.waits) >= max(1, int(self._config.requests_max * WAITING_SHARE_MAX)):
+            raise error
         until = loop.time() + self._config.worker_wait_s
         while models.is_configured(name) and loop.time() < until:
             try:

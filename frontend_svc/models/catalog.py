@@ -135,6 +135,8 @@ class ModelCatalog:
         self._request_names = self._configured
         # Requests for configured models that are not served.
         self.waits = ModelWaits()
+        # What a request for such a model depends on, as of the last change.
+        self._awaited_state: object = None
         # (adapter, model) of adapters that cannot be requested -> reason.
         self.hidden: Mapping[tuple[str, str], str] = {}
 
@@ -378,7 +380,10 @@ class ModelCatalog:
         names = self.names()
         self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
         self._request_names = names | self._aliases.keys() | self._configured
-        self.waits.wake()
+        awaited_state = names, self._aliases
+        if awaited_state != self._awaited_state:
+            self._awaited_state = awaited_state
+            self.waits.wake()
 
     def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
         existing = self._adapters.get(adapter)

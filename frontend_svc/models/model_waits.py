@@ -24,6 +24,9 @@ class ModelWaits:
     def __init__(self) -> None:
         self._open: dict[asyncio.Future[None], str] = {}
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def counts(self) -> Counter[str]:
         """Returns the number of waiting requests of each model that has any."""
         return Counter(list(self._open.values()))

@@ -76,6 +76,19 @@ async def test_requests_wait_for_the_first_worker_of_a_configured_model(stream: 
         assert disconnected in await mesh.scrape()
 
 
+async def test_a_quarter_of_all_requests_may_wait_and_more_are_refused_at_once() -> None:
+    async with local_mesh(configured_models=("m",), requests_max=8) as mesh, mesh.router():
+        calls = [asyncio.create_task(mesh.complete()) for _ in range(2)]
+        await are_waiting(mesh, 2)
+        refused = await mesh.complete()
+        assert refused.status_code == 503
+        assert REASON in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert await waiting(mesh) == 2
+        async with mesh.worker(RecordingEngine()):
+            assert [(await call).status_code for call in calls] == [200, 200]
+
+
 async def test_a_wait_for_a_configured_model_ends_at_its_limit() -> None:
     async with local_mesh(configured_models=("m",), worker_wait_s=0.3) as mesh:
         began = asyncio.get_running_loop().time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -567,3 +567,18 @@ def test_an_unusable_card_is_built_again_after_a_while(monkeypatch: pytest.Monke
         assert table.models.names() == {"a"}
 
     run_virtually(body())
+
+
+async def test_a_wait_ends_only_if_the_served_models_change() -> None:
+    table = Table(A, B)
+    models = table.models
+    await follow_and_load(models, snapshot(worker(1, A)))
+    until_s = asyncio.get_running_loop().time() + 60
+    wait = asyncio.create_task(models.waits.next_change("b", until_s, lambda _: nullcontext()))
+    await asyncio.sleep(0)
+    for here in (snapshot(worker(1, A), worker(2, A)), snapshot(worker(2, A))):
+        await follow_and_load(models, here)
+        await asyncio.sleep(0)
+        assert not wait.done()
+    await follow_and_load(models, snapshot(worker(2, A), worker(3, B)))
+    await wait
