@@ -153,6 +153,7 @@ class PostEndpoint(ABC, Generic[P]):
             header_pairs=header_pairs,
             headers=headers,
             started_at_s=self._state.clock(),
+            arrived_at=asyncio.get_running_loop().time(),
             tracker=RequestTracker(received_ms=time.time() * 1000, received_s=time.monotonic()),
             span=start_request_span(scope["path"], traceparent, own_ratio),
             send=send,
@@ -233,11 +234,10 @@ class PostEndpoint(ABC, Generic[P]):
     def make_plan(
         self, context: HttpRequest, request: PreprocessedRequest, choice: int = 0
     ) -> RequestPlan:
-        now = asyncio.get_running_loop().time()
         return RequestPlan(
             request_id=f"{context.request_id}-{choice}" if choice else context.request_id,
             request=request,
-            deadline=now + self._config.request_timeout_s,
+            deadline=context.arrived_at + self._config.request_timeout_s,
             attempts_max=self._config.attempts_max,
             accept_timeout_s=self._config.accept_timeout_s,
             traceparent=context.span.traceparent,
@@ -277,16 +277,17 @@ class PostEndpoint(ABC, Generic[P]):
         self, context: HttpRequest, name: str, table: Table, error: Unavailable
     ) -> ServedModel:
         """Returns a configured model as soon as a worker serves it. Raises Unavailable after
-        `worker_wait_s`; at once if the model is not configured, or if too many requests wait.
+        `worker_wait_s`, within `request_timeout_s`; at once if the model is not configured, if its
+        card cannot be used, or if too many requests wait.
 
         - error: why the model is not served now.
         """
-        models, loop = self._models, asyncio.get_running_loop()
+        models, config, loop = self._models, self._config, asyncio.get_running_loop()
         watched = context.connection.watched
-        if len(models.waits) >= max(1, int(self._config.requests_max * WAITING_SHARE_MAX)):
+        if len(models.waits) >= max(1, int(config.requests_max * WAITING_SHARE_MAX)):
             raise error
-        until = loop.time() + self._config.worker_wait_s
-        while models.is_configured(name) and loop.time() < until:
+        until = context.arrived_at + min(config.worker_wait_s, config.request_timeout_s)
+        while models.may_appear(name) and loop.time() < until:
             try:
                 await models.waits.next_change(models.resolve(name), until, watched)
             except RequestCancelled:

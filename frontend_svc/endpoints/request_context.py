@@ -124,6 +124,9 @@ class HttpRequest:
     started_at_s: float
     """On the clock of the metrics."""
 
+    arrived_at: float
+    """On the loop's clock."""
+
     tracker: RequestTracker
     """Of the first choice."""
 

@@ -50,6 +50,7 @@ from frontend_svc.models.tokenizer_files import PREPARE
 from frontend_svc.models.tokenizer_trials import TokenizerTrials
 
 NO_WORKER = "NO_WORKER"
+MODEL_REFUSED = "MODEL_REFUSED"
 NOT_REGISTERED = "no worker is registered"
 # For this long after its last worker left, a model gets 503 instead of 404.
 RECENTLY_SERVED_S = 600.0
@@ -186,6 +187,13 @@ class ModelCatalog:
         """Returns whether the configuration names a model or its alias."""
         return name in self._configured or self.resolve(name) in self._configured
 
+    def may_appear(self, name: str) -> bool:
+        """Returns whether a configured model that is not served may be served later. False if its
+        card cannot be used."""
+        model = self.resolve(name)
+        base = self._adapter_bases.get(model, model)
+        return self.is_configured(name) and base not in self._watch.refused
+
     def refused_options(self, name: str) -> frozenset[str]:
         """Returns the options that all workers of a model or an adapter refuse."""
         refused = self._refused_options.get(name)
@@ -305,7 +313,11 @@ class ModelCatalog:
         return [worker for worker in workers if worker.card_checksum == checksum]
 
     def _missing_model_error(self, name: str) -> MeshError:
-        if self._watch.is_pending(self._adapter_bases.get(name, name)):
+        base = self._adapter_bases.get(name, name)
+        if self._watch.is_pending(base):
+            if base in self._watch.refused:
+                message = f"{name!r} is not served: {self._watch.not_ready[base]}"
+                return Unavailable(message, REFUSED_S, reason=MODEL_REFUSED)
             return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
         if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
             return no_worker_error(name)
@@ -380,7 +392,7 @@ class ModelCatalog:
         names = self.names()
         self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
         self._request_names = names | self._aliases.keys() | self._configured
-        awaited_state = names, self._aliases
+        awaited_state = names, self._aliases, frozenset(self._watch.refused)
         if awaited_state != self._awaited_state:
             self._awaited_state = awaited_state
             self.waits.wake()

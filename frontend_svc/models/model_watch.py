@@ -176,6 +176,8 @@ class ModelWatch(Generic[E]):
         self.building: dict[str, Build] = {}
         # Model -> why it is offered and not served.
         self.not_ready: dict[str, str] = {}
+        # Those of `not_ready` whose registration or card cannot be used.
+        self.refused: set[str] = set()
         # By key of the registration, oldest first.
         self._entries: dict[str, ModelEntry] = {}
 
@@ -249,7 +251,7 @@ class ModelWatch(Generic[E]):
         if build.entry not in self._entries.values():
             return self._build_if_new(name)
         self.served[name] = Built(build.entry, engines)
-        self.not_ready.pop(name, None)
+        self._forget_failure(name)
         return [ModelAdded(name, tuple(engines))]
 
     def build_failed(self, build: Build, error: MeshError) -> list[Action]:
@@ -262,6 +264,10 @@ class ModelWatch(Generic[E]):
             return self._build_if_new(name)
         is_new_reason = self.not_ready.get(name) != error.message
         self.not_ready[name] = error.message
+        if isinstance(error, InvalidRequest):
+            self.refused.add(name)
+        else:
+            self.refused.discard(name)
         fields = {"model": name, "key": build.key, "reason": error.message}
         return [LogEvent("error", "model_not_ready", fields)] if is_new_reason else []
 
@@ -269,12 +275,16 @@ class ModelWatch(Generic[E]):
         """Returns Builds for models that are not ready and not being built."""
         return [action for name in tuple(self.not_ready) for action in self._build_if_new(name)]
 
+    def _forget_failure(self, name: str) -> None:
+        self.not_ready.pop(name, None)
+        self.refused.discard(name)
+
     def _build_if_new(self, name: str) -> list[Action]:
         """Returns a Build from the oldest entry of the model, unless it is served or being
         built."""
         oldest = next((item for item in self._entries.items() if item[1].name == name), None)
         if oldest is None:
-            self.not_ready.pop(name, None)
+            self._forget_failure(name)
             return []
         if name in self.served or name in self.building:
             return []

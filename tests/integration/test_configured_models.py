@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
@@ -10,6 +11,12 @@ import pytest
 from tests.kit.engines import RecordingEngine
 from tests.kit.local_mesh import COMPLETIONS, LocalMesh, local_mesh, pass_through, registration
 from tests.kit.waiting import WAIT_S, until
+from worker_svc.engines.contract import (
+    GenerateContext,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    chunk,
+)
 
 REASON = "no worker is registered"
 GAUGE = "kvmesh_frontend_model_awaiting_worker_requests"
@@ -96,6 +103,44 @@ async def test_a_wait_for_a_configured_model_ends_at_its_limit() -> None:
         assert asyncio.get_running_loop().time() - began >= 0.3
         assert response.status_code == 503, "no byte was sent before"
         assert REASON in response.json()["error"]["message"]
+
+
+async def test_a_wait_for_a_configured_model_ends_at_the_time_limit_of_requests() -> None:
+    async with local_mesh(configured_models=("m",), request_timeout_s=1.0) as mesh:
+        async with asyncio.timeout(WAIT_S / 2):
+            assert (await mesh.complete()).status_code == 503
+
+
+async def test_the_time_limit_of_a_request_includes_its_wait() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def silent(
+        request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        await asyncio.Event().wait()
+        yield chunk.length()
+
+    async with local_mesh(configured_models=("m",), request_timeout_s=60.0) as mesh:
+        call = asyncio.create_task(mesh.complete())
+        await are_waiting(mesh, 1)
+        waited_at, gateway = loop.time(), mesh.frontend.gateway
+        async with mesh.router(), mesh.worker(RecordingEngine(silent)):
+            await until(lambda: gateway.open_requests == 1, "the request is sent")
+            (handle,) = gateway._open
+            assert handle.machine.plan.deadline <= waited_at + 60.0
+            call.cancel()
+
+
+async def test_a_request_for_a_configured_model_whose_card_is_refused_does_not_wait() -> None:
+    reason = "'m' is not served: missing model deployment card: the worker has no card_checksum"
+    async with local_mesh(configured_models=("m",)) as mesh:
+        call = asyncio.create_task(mesh.complete())
+        await are_waiting(mesh, 1)
+        async with asyncio.timeout(WAIT_S / 2), mesh.joined(registration(9)):
+            for response in (await call, await mesh.complete()):
+                assert response.status_code == 503
+                assert reason in response.json()["error"]["message"]
+                assert response.headers["retry-after"] == "30"
 
 
 async def test_a_wait_lasts_while_the_card_of_the_model_cannot_be_loaded() -> None:
