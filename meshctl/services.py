@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.runtime.config import PREFIX
 from meshctl.mesh_file.document import KeyPath, MeshFileError
 from meshctl.mesh_file.schema import Adapter, MeshFile, ServiceSection, WorkerGroup, WorkerOverride
-from meshctl.mesh_file.settings import Variables, service_prefix
+from meshctl.mesh_file.settings import Variables, service_prefix, with_variables
 from meshctl.options import UpOptions
 
 # Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
@@ -48,6 +47,10 @@ class ServiceSpec:
     """Port on which meshctl listens for it; 0: any. None: the process listens itself."""
     origins: Mapping[str, KeyPath] = field(default_factory=dict)
     """Key of the mesh file that a flag or variable is from."""
+
+    def with_environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Returns the variables of the process: a setting of the mesh file has precedence."""
+        return with_variables(inherited, self.environ)
 
 
 def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[ServiceSpec]:
@@ -123,7 +126,7 @@ def process_count(spec: ServiceSpec, environ: Mapping[str, str]) -> int:
 
     environ: of meshctl.
     """
-    text = {**environ, **spec.environ}.get(f"{service_prefix('frontend')}PROCESSES", "")
+    text = spec.with_environ(environ).get(f"{service_prefix('frontend')}PROCESSES", "")
     return int(text) if spec.http_port is not None and text.isdecimal() else 1
 
 
@@ -146,10 +149,7 @@ def _build_spec(
         common += ["--registry-path", str(options.registry_path)]
     else:
         common += ["--consul-url", options.consul_url]
-        if not variables.values.keys() & {
-            f"{service_prefix(kind)}HEALTH_PORT",
-            f"{PREFIX}HEALTH_PORT",
-        }:
+        if f"{service_prefix(kind)}HEALTH_PORT" not in variables.values:
             # A health port of its own answers Consul's checks while the event loop is busy.
             common += ["--health-port", "0"]
     common += ["--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
@@ -185,7 +185,7 @@ def _variables(
     """Returns the variables that the mesh file sets for a process."""
     prefix = service_prefix(kind)
     variables = Variables()
-    variables.add((), mesh, PREFIX)
+    variables.add((), mesh, prefix)
     if group is None:
         sections: Mapping[str, ServiceSection] = {
             "frontend": mesh.frontends,

@@ -113,7 +113,7 @@ def _variables(spec: ServiceSpec, host: Host) -> str:
         for name, value in host.environ.items()
         if name.startswith(PREFIX) or name == "PYTHONPATH"
     }
-    values = {**inherited, **spec.environ}
+    values = spec.with_environ(inherited)
     return "".join(f"{name}={_quote_value(value)}\n" for name, value in sorted(values.items()))
 
 

@@ -49,7 +49,7 @@ def read_mesh(loaded: LoadedMesh, environ: Mapping[str, str]) -> Planned:
 
 
 def _settings(spec: ServiceSpec, path: Path, environ: Mapping[str, str]) -> Settings:
-    texts = read_settings([spec.module, *spec.args], {**environ, **spec.environ})
+    texts = read_settings([spec.module, *spec.args], spec.with_environ(environ))
     if spec.http_port is not None:
         texts["http_port"] = str(spec.http_port)
     return Settings(texts, {field: f"{field} of {path}" for field in texts})

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.runtime.config import PREFIX, ConfigError, ServiceConfig, flag_name, read_config
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError, read_document
 from meshctl.mesh_file.schema import OPTION_KEYS, MeshFile, parse_mesh_file
-from meshctl.mesh_file.settings import find_setting_problems
+from meshctl.mesh_file.settings import find_setting_problems, with_variables
 
 FILE_BYTES_MAX = 1 << 20
 _VARIABLE = re.compile(rf"{PREFIX}(?:(?:FRONTEND|ROUTER|INDEXER|WORKER)_)?([A-Z0-9_]+)")
@@ -52,7 +52,7 @@ class LoadedMesh:
         shared = {f"{PREFIX}{name.upper()}": text for name, text in self.mesh.settings.items()}
         if "http_host" in self.mesh.frontends.model_fields_set:
             shared[f"{PREFIX}FRONTEND_HTTP_HOST"] = self.mesh.frontends.http_host
-        return {**environ, **shared}
+        return with_variables(environ, shared)
 
     def place(self, problem: str, origins: Mapping[str, KeyPath]) -> str:
         """Returns a problem of `read_config` with the place of its key.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.runtime.config import PREFIX
+from common.runtime.config import FILE_SUFFIX, PREFIX, SERVICES
 from meshctl.mesh_file.document import KeyPath
 from meshctl.mesh_file.schema import MeshFile, ServiceSection
 
@@ -22,6 +22,7 @@ _OWN: Final[Mapping[str, str]] = {
 # Ports of which each process on a host needs its own.
 PORTS: Final = ("port", "stream_port", "health_port", "metrics_port")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_OF_SERVICE = re.compile(rf"{PREFIX}(?:{'|'.join(SERVICES)})_")
 
 
 @dataclass(slots=True)
@@ -42,13 +43,28 @@ class Variables:
             self.put(name, value, (*path, "environment", name))
 
     def put(self, variable: str, value: str, origin: KeyPath) -> None:
-        self.values[variable] = value
+        self.values = with_variables(self.values, {variable: value})
         self.origins[variable] = origin
 
 
 def service_prefix(service: str) -> str:
     """Returns the beginning of the variables of a service."""
     return f"{PREFIX}{service.upper()}_"
+
+
+def with_variables(environ: Mapping[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment with other values, without the variables that they replace.
+
+    A setting may have four variables: of a service or mesh-wide, each with its text or its file.
+    """
+    replaced = set()
+    for name in values:
+        if name.startswith(PREFIX):
+            own = name.removesuffix(FILE_SUFFIX.upper())
+            of_setting = {own, _OF_SERVICE.sub(PREFIX, own)}
+            replaced |= of_setting | {f"{variable}{FILE_SUFFIX.upper()}" for variable in of_setting}
+    kept = {name: value for name, value in environ.items() if name not in replaced}
+    return {**kept, **values}
 
 
 def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:

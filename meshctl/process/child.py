@@ -171,7 +171,7 @@ class ProcessLauncher:
                 fds.append(self._sockets[spec.name].fileno())
                 command += ["--http-fd", str(fds[-1])]
             environ = service_environment(self._environ, spec.module, self._pass_environ)
-            environ.update(spec.environ)
+            environ = spec.with_environ(environ)
             popen = self._popen(spec.name, with_parent_guard(command), environ, fds)
         except BaseException:
             os.close(read_end)

@@ -102,7 +102,7 @@ def fixed_port(spec: ServiceSpec, environ: Mapping[str, str]) -> str:
         return "http_port"
     for name in PORTS:
         for variable in (f"{own}{name.upper()}", f"{PREFIX}{name.upper()}"):
-            if {**environ, **spec.environ}.get(variable, "0") not in ("", "0"):
+            if spec.with_environ(environ).get(variable, "0") not in ("", "0"):
                 return name
     return ""
 

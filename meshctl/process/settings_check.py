@@ -27,7 +27,7 @@ def check_settings(
             "args": spec.args,
             "environ": {
                 name: value
-                for name, value in {**environ, **spec.environ}.items()
+                for name, value in spec.with_environ(environ).items()
                 if name.startswith(PREFIX)
             },
         }

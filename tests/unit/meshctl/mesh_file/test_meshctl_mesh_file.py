@@ -13,6 +13,7 @@ from indexer_svc.config import IndexerConfig
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
 from meshctl.options import UpOptions
+from meshctl.process.rollout import fixed_port
 from meshctl.process.settings_check import check_settings
 from meshctl.services import ServiceSpec, build_service_specs
 from router_svc.config import RouterConfig
@@ -177,7 +178,41 @@ def test_settings_of_a_worker_replace_those_of_its_group_and_of_the_mesh(tmp_pat
     assert configs[0].taints == ("a", "b")
     assert not configs[0].kv_events
     router = specs_of(loaded)["router-0"].environ
-    assert router == {"KVMESH_LOG_LEVEL": "warning", "OMP_NUM_THREADS": "1"}
+    assert router == {"KVMESH_ROUTER_LOG_LEVEL": "warning", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("inherited", ["KVMESH_ROUTER_", "KVMESH_"])
+def test_a_setting_of_the_file_has_precedence_over_all_its_variables(
+    tmp_path: Path, inherited: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("of-the-file")
+    loaded = load(
+        tmp_path,
+        f"settings: {{log_level: info, mesh_token_file: {token}, metrics_key: k}}\n"
+        "routers: {settings: {admin_token: a, stream_port: 0}}\n",
+    )
+    names = ("LOG_LEVEL", "MESH_TOKEN", "METRICS_KEY", "ADMIN_TOKEN_FILE", "STREAM_PORT")
+    values = ("error", "of-the-environment", "m", "/none", "9000")
+    environ = {inherited + name: value for name, value in zip(names, values, strict=True)}
+    spec = specs_of(loaded)["router-0"]
+    config, _ = read_config(RouterConfig, "ROUTER", spec.with_environ(environ), [])
+    found = (config.log_level, config.mesh_token, config.metrics_key, config.admin_token)
+    assert found == ("info", "of-the-file", "k", "a")
+    assert fixed_port(spec, environ) == ""
+
+
+def test_a_setting_of_a_section_replaces_the_file_of_the_same_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    loaded = load(
+        tmp_path,
+        f"settings: {{admin_token: a, operator_token_file: {tmp_path}/secret}}\n"
+        "routers: {settings: {admin_token_file: /other, operator_token: b}}\n",
+    )
+    assert specs_of(loaded)["router-0"].environ == {
+        "KVMESH_ROUTER_ADMIN_TOKEN_FILE": "/other",
+        "KVMESH_ROUTER_OPERATOR_TOKEN": "b",
+    }
 
 
 def test_groups_have_names_roles_models_and_engines(tmp_path: Path) -> None:
