@@ -44,11 +44,12 @@ class ControlHandler:
         steps = self.operations.plan(request.names, request.new_first)
         planned = [asdict(step) for step in steps]
         if not request.wait:
-            restart = self.operations.restart(steps, self._print, lambda: False)
+            restart = self.operations.restart(steps, self._print, lambda: False, request.new_first)
             self.background.create_task(self._finish(restart))
             return {"planned": planned}
         send({"planned": planned})
-        return _summary(await self.operations.restart(steps, report, is_gone))
+        outcome = await self.operations.restart(steps, report, is_gone, request.new_first)
+        return _summary(outcome)
 
     def _print(self, name: str, state: str, detail: str) -> None:
         # The screen shows lines of logs by itself.

@@ -87,27 +87,40 @@ class Operations:
         return plan(members, select(members, names), self._environ, new_first=new_first)
 
     def restart(
-        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+        self,
+        steps: Sequence[Step],
+        report: Report,
+        is_cancelled: Callable[[], bool],
+        new_first: bool | None = None,
     ) -> Awaitable[Outcome]:
-        """Replaces members one after the other; stops at the first that does not become routable.
+        """Replaces members one after the other; stops at the first that does not become routable,
+        or cannot be replaced any more.
 
         Other operations are refused from the call on. is_cancelled: whether to stop after the
-        present member. Raises Conflict, MeshFileError.
+        present member. new_first: as for the plan. Raises Conflict, MeshFileError.
         """
         self._check_free()
         self._current = "a restart"
-        return self._restart(steps, report, is_cancelled)
+        return self._restart(steps, report, is_cancelled, new_first)
 
     async def _restart(
-        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+        self,
+        steps: Sequence[Step],
+        report: Report,
+        is_cancelled: Callable[[], bool],
+        new_first: bool | None = None,
     ) -> Outcome:
         try:
-            return await self._replace_all(steps, report, is_cancelled)
+            return await self._replace_all(steps, report, is_cancelled, new_first)
         finally:
             self._current = ""
 
     async def _replace_all(
-        self, steps: Sequence[Step], report: Report, is_cancelled: Callable[[], bool]
+        self,
+        steps: Sequence[Step],
+        report: Report,
+        is_cancelled: Callable[[], bool],
+        new_first: bool | None = None,
     ) -> Outcome:
         specs = await self._read_specs()
         replaced: list[Replaced] = []
@@ -115,12 +128,24 @@ class Operations:
             if is_cancelled():
                 return Outcome(replaced, (step.name, "the command was interrupted"))
             self._current = f"a restart of {step.name}"
-            result = await self._replace(step, specs.get(step.name), report)
+            result = await self._replace_now(step, new_first, specs.get(step.name), report)
             if isinstance(result, str):
                 report(step.name, "failed", result)
                 return Outcome(replaced, (step.name, result))
             replaced.append(result)
         return Outcome(replaced)
+
+    async def _replace_now(
+        self, step: Step, new_first: bool | None, spec: ServiceSpec | None, report: Report
+    ) -> Replaced | str:
+        # Since the plan was made, members of its role may have ended, or become ready.
+        members = self.members()
+        member = [member for member in members if member.spec.name == step.name]
+        try:
+            (step,) = plan(members, member, self._environ, new_first=new_first)
+        except InvalidRequest as error:
+            return error.message
+        return await self._replace(step, spec, report)
 
     async def drain(self, name: str, report: Report, *, force: bool = False) -> None:
         """Stops a member, which does not start again. Raises InvalidRequest, Conflict.

@@ -40,7 +40,7 @@ class Bed:
 
     async def restart(self, *names: str, new_first: bool | None = None) -> Outcome:
         steps = self.operations.plan(names, new_first)
-        return await self.operations.restart(steps, self.report, lambda: False)
+        return await self.operations.restart(steps, self.report, lambda: False, new_first)
 
     def states(self) -> list[State]:
         return [child.state for child in self.supervisor.children]
@@ -163,6 +163,34 @@ async def test_a_second_operation_is_refused_while_one_is_under_way() -> None:
             mesh.operations.plan([], None)
         mesh.missing.clear()
         await restart
+
+
+async def test_a_member_that_has_become_the_only_live_one_is_replaced_new_first() -> None:
+    def born(process: FakeProcess) -> None:
+        (becomes_ready if process.pid in (100, 101, 103) else silent)(process)
+
+    async with bed("worker-0", "worker-1", born=born) as mesh:
+        steps = mesh.operations.plan(["worker-0"], None)
+        assert [step.new_first for step in steps] == [False]
+        mesh.world.processes[1].end(1)
+        await until(lambda: mesh.states()[1] is State.STARTING, "worker-1 starts again")
+        outcome = await mesh.operations.restart(steps, mesh.report, lambda: False)
+        assert [item.new_first for item in outcome.replaced] == [True]
+        assert mesh.entries() == ["START worker-1", "START worker-0", "TERM worker-0"]
+
+
+async def test_a_restart_without_surge_stops_before_the_last_live_member() -> None:
+    def born(process: FakeProcess) -> None:
+        (becomes_ready if process.pid < 102 else silent)(process)
+
+    async with bed("worker-0", "worker-1", born=born) as mesh:
+        steps = mesh.operations.plan(["worker-0"], new_first=False)
+        mesh.world.processes[1].end(1)
+        await until(lambda: mesh.states()[1] is State.STARTING, "worker-1 starts again")
+        outcome = await mesh.operations.restart(steps, mesh.report, lambda: False, False)
+        assert outcome.failed is not None
+        assert "worker-0 is the last live aggregated worker of m" in outcome.failed[1]
+        assert mesh.entries() == ["START worker-1"]
 
 
 async def test_of_two_operations_at_once_the_second_is_refused() -> None:
