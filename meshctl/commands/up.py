@@ -48,7 +48,7 @@ from meshctl.process.liveness import is_live
 from meshctl.process.operations import Operations
 from meshctl.process.routable import find_missing
 from meshctl.process.stop_requests import StopAction, StopRequests
-from meshctl.process.supervise import State, Supervisor
+from meshctl.process.supervise import Child, State, Supervisor
 from meshctl.services import ServiceSpec, process_count
 from meshctl.view import frontend as gateway
 from meshctl.view.members import describe_registry, members
@@ -330,24 +330,25 @@ class _UpCommand:
 
     async def _watch_slow_starts(self, supervisor: Supervisor) -> None:
         """Extends the limits of starting services while their logs grow; shows last lines."""
-        log_bytes: dict[str, int] = {}
-        shown_at: dict[str, float] = {}
+        # By process: old and new one of a service that is replaced have the same log.
+        log_bytes: dict[Child, int] = {}
+        shown_at: dict[Child, float] = {}
         while True:
             await asyncio.sleep(LOG_POLL_S)
             now = asyncio.get_running_loop().time()
-            for child in supervisor.children:
-                name = child.spec.name
-                known, log_bytes[name] = log_bytes.get(name), self.launcher.log_bytes(name)
-                if child.state is not State.STARTING:
-                    shown_at.pop(name, None)
-                    continue
-                if known != log_bytes[name]:
+            starting = [c for c in supervisor.children if c.state is State.STARTING]
+            known = log_bytes
+            log_bytes = {child: self.launcher.log_bytes(child.spec.name) for child in starting}
+            shown_at = {child: shown_at.get(child, now) for child in starting}
+            for child in starting:
+                if known.get(child) != log_bytes[child]:
                     supervisor.extend_start(child)
                     # A service that starts again and again makes no progress.
                     if self.mesh_limit is not None and not child.restarts.failures:
                         self.mesh_limit.reschedule(now + self.options.ready_s)
-                if now - shown_at.setdefault(name, now) >= PROGRESS_INTERVAL_S:
-                    shown_at[name] = now
+                if now - shown_at[child] >= PROGRESS_INTERVAL_S:
+                    shown_at[child] = now
+                    name = child.spec.name
                     self.screen.print_progress(name, "starting", self._last_log_line(name))
 
     def _last_log_line(self, name: str) -> str:
