@@ -193,6 +193,9 @@ def _variables(
             "indexer": mesh.indexers,
         }
         variables.add((f"{kind}s",), sections[kind], prefix)
+        if kind == "frontend" and "http_host" in mesh.frontends.model_fields_set:
+            origin: KeyPath = ("frontends", "http_host")
+            variables.put(f"{prefix}HTTP_HOST", mesh.frontends.http_host, origin)
         return variables
     path: KeyPath = ("workers", number)
     layers: list[tuple[KeyPath, WorkerOverride]] = [(path, group)]

@@ -58,7 +58,7 @@ class _DoctorCommand(MeshCommand[DoctorConfig]):
         flags, path = split_mesh_file(args)
         if path is not None and not ctx.resilient_parsing:
             try:
-                loaded = read_mesh_file(path)
+                loaded = read_mesh_file(path, ctx.obj)
             except MeshFileError as error:
                 ctx.meta[_PROBLEMS] = error.problems
             else:

@@ -14,7 +14,6 @@ from meshctl.commands.mesh_options import (
     MeshFileCommand,
     read_specs,
     report_problems,
-    with_http_host,
 )
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.options import UpOptions
@@ -37,7 +36,6 @@ def systemd(environ: Mapping[str, str], options: UpOptions, folder: Path, user: 
     DIR receives a unit and a file of variables for each member, a socket for each frontend, and a
     target.
     """
-    options = with_http_host(options, environ)
     try:
         specs = read_specs(options, environ)
     except MeshFileError as error:

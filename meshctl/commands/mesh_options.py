@@ -11,13 +11,15 @@ import click
 
 from common.runtime.config import PREFIX, ServiceConfig
 from meshctl.mesh_file.document import MeshFileError
-from meshctl.mesh_file.load import read_mesh_file
+from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
 from meshctl.process.settings_check import check_settings
 from meshctl.services import ServiceSpec, build_service_specs
 
 _WITHOUT_FLAG = ServiceConfig.model_fields.keys() | {"then", "http_host"}
 UP_FLAGS = (UpOptions.model_fields.keys() - _WITHOUT_FLAG).union(REGISTRY_FLAGS, ["drain_s"])
+# In the context of a command line: the mesh file.
+_LOADED = f"{__name__}.loaded"
 
 
 class MeshFileCommand(MeshCommand[UpOptions]):
@@ -27,13 +29,23 @@ class MeshFileCommand(MeshCommand[UpOptions]):
         flags, path = split_mesh_file(args)
         if path is not None and not ctx.resilient_parsing:
             try:
-                loaded = read_mesh_file(path)
+                loaded = read_mesh_file(path, ctx.obj)
             except MeshFileError as error:
                 report_problems(error)
                 ctx.exit(2)
             flags = [*loaded.option_flags(flags), *flags]
-            ctx.obj = loaded.with_shared_settings(ctx.obj)
+            ctx.meta[_LOADED] = loaded
         return super().parse_args(ctx, flags)
+
+    def read(self, ctx: click.Context, environ: Mapping[str, str]) -> tuple[UpOptions, list[str]]:
+        """Returns the options with the settings of the file, which the environment of the services
+        does not receive: the file may be another at their next start."""
+        loaded: LoadedMesh | None = ctx.meta.get(_LOADED)
+        own = environ if loaded is None else loaded.with_shared_settings(environ)
+        options, warnings = super().read(ctx, own)
+        # It is a setting of the frontends.
+        http_host = own.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
+        return options.model_copy(update={"http_host": http_host}), warnings
 
 
 def split_mesh_file(args: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -49,17 +61,11 @@ def report_problems(error: MeshFileError) -> None:
     sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
 
 
-def with_http_host(options: UpOptions, environ: Mapping[str, str]) -> UpOptions:
-    """Returns the options with the address of the frontends, which is a setting of theirs."""
-    http_host = environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1")
-    return options.model_copy(update={"http_host": http_host})
-
-
 def read_specs(options: UpOptions, environ: Mapping[str, str]) -> list[ServiceSpec]:
     """Returns the services of the options and of the mesh file. Raises MeshFileError."""
     if options.file is None:
         return build_service_specs(options)
-    loaded = read_mesh_file(options.file)
+    loaded = read_mesh_file(options.file, environ)
     specs = build_service_specs(options, loaded.mesh)
     check_settings(loaded, specs, environ)
     return specs

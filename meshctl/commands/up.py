@@ -36,7 +36,6 @@ from meshctl.commands.mesh_options import (
     MeshFileCommand,
     read_specs,
     report_problems,
-    with_http_host,
 )
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import read_mesh_file
@@ -113,13 +112,15 @@ def command(environ: Mapping[str, str], options: UpOptions, then: tuple[str, ...
     """
     sample = options.sample or (options.once and not then)
     options = options.model_copy(update={"then": then, "sample": sample})
-    return up(with_http_host(options, environ), environ)
+    return up(options, environ)
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
     try:
         specs = read_specs(options, environ)
-        required = () if options.file is None else read_mesh_file(options.file).mesh.require
+        required: Sequence[str] = ()
+        if options.file is not None:
+            required = read_mesh_file(options.file, environ).mesh.require
     except MeshFileError as error:
         report_problems(error)
         return EXIT_NOT_STARTED

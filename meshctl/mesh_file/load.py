@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from common.runtime.config import PREFIX, ConfigError, ServiceConfig, flag_name, read_config
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError, read_document
@@ -48,7 +49,7 @@ class LoadedMesh:
         ]
 
     def with_shared_settings(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Returns an environment with the settings of every service."""
+        """Returns an environment with the settings of every service, for meshctl itself."""
         shared = {f"{PREFIX}{name.upper()}": text for name, text in self.mesh.settings.items()}
         if "http_host" in self.mesh.frontends.model_fields_set:
             shared[f"{PREFIX}FRONTEND_HTTP_HOST"] = self.mesh.frontends.http_host
@@ -68,8 +69,11 @@ class LoadedMesh:
         return self.document.problem(origins[source], text)
 
 
-def read_mesh_file(path: Path) -> LoadedMesh:
-    """Returns the content of a file. Raises MeshFileError."""
+def read_mesh_file(path: Path, environ: Mapping[str, str] = MappingProxyType({})) -> LoadedMesh:
+    """Returns the content of a file. Raises MeshFileError.
+
+    environ: of meshctl; its settings and those of the file must fit together.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             # A pipe can be read only once.
@@ -87,20 +91,22 @@ def read_mesh_file(path: Path) -> LoadedMesh:
     mesh = parse_mesh_file(document)
     loaded = LoadedMesh(document, mesh)
     problems = [document.problem(at, message) for at, message in find_setting_problems(mesh)]
-    problems += _shared_setting_problems(loaded)
+    problems += _shared_setting_problems(loaded, environ)
     if problems:
         raise MeshFileError(problems)
     return loaded
 
 
-def _shared_setting_problems(loaded: LoadedMesh) -> list[str]:
-    settings = loaded.mesh.settings
+def _shared_setting_problems(loaded: LoadedMesh, environ: Mapping[str, str]) -> list[str]:
+    """Returns the problems of top-level settings. Those of variables are found by the command."""
     origins: dict[str, KeyPath] = {
-        f"{PREFIX}{name.upper()}": ("settings", name) for name in settings
+        f"{PREFIX}{name.upper()}": ("settings", name) for name in loaded.mesh.settings
     }
-    values = {f"{PREFIX}{name.upper()}": text for name, text in settings.items()}
+    values = loaded.with_shared_settings(environ)
     try:
         read_config(ServiceConfig, None, values, [], name="meshctl up")
     except ConfigError as error:
-        return [loaded.place(problem, origins) for problem in error.problems]
+        others = environ.keys() - origins.keys()
+        found = [problem for problem in error.problems if problem.partition(":")[0] not in others]
+        return [loaded.place(problem, origins) for problem in found]
     return []

@@ -12,16 +12,25 @@ from click.testing import CliRunner
 from common.runtime.config import ServiceConfig
 from meshctl.cli import COMMANDS, application, run_command
 from meshctl.commands import status, up
+from meshctl.mesh_file.load import read_mesh_file
 from meshctl.options import MeshConfig, UpOptions
+from meshctl.services import build_service_specs
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
+def environs() -> list[Mapping[str, str]]:
+    """The environment that the services of each `meshctl up` inherit."""
+    return []
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch, environs: list[Mapping[str, str]]) -> list[UpOptions]:
     """The settings of each `meshctl up`, which starts nothing."""
     found: list[UpOptions] = []
 
-    def record(options: UpOptions, _environ: Mapping[str, str]) -> int:
+    def record(options: UpOptions, environ: Mapping[str, str]) -> int:
         found.append(options)
+        environs.append(environ)
         return 0
 
     monkeypatch.setattr(up, "up", record)
@@ -74,6 +83,30 @@ def test_mesh_wide_variables_configure_meshctl_too(up: Up) -> None:
     assert options.http_host == "::1"
     assert up("--namespace", "n2", KVMESH_NAMESPACE="n1").namespace == "n2"
     assert up(KVMESH_DRAIN_S="3").drain_s == 3
+
+
+def test_settings_of_a_mesh_file_configure_meshctl_and_no_later_start(
+    up: Up, environs: list[Mapping[str, str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("settings: {mesh_token: f, log_level: error}\nfrontends: {http_host: '::1'}\n")
+    environ = {"KVMESH_LOG_LEVEL": "debug", "KVMESH_MESH_TOKEN_FILE": "/none"}
+    options = up("-f", str(path), **environ)
+    assert (options.mesh_token, options.log_level, options.http_host) == ("f", "error", "::1")
+    assert environs == [environ]
+    frontend = build_service_specs(options, read_mesh_file(path).mesh)[0]
+    assert frontend.environ["KVMESH_FRONTEND_HTTP_HOST"] == "::1"
+
+
+def test_settings_of_a_mesh_file_and_variables_are_checked_together(
+    up: Up, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("settings: {host: 0.0.0.0, advertise_host: a}\n")
+    assert up("-f", str(path), KVMESH_MESH_TOKEN="t").host == "0.0.0.0"
+    problem = refusal(capsys, "-f", str(path))
+    assert problem.startswith(f"{path}:1:12: settings.host: '0.0.0.0' is open")
+    assert "KVMESH_X" in refusal(capsys, "-f", str(path), KVMESH_MESH_TOKEN="t", KVMESH_X="1")
 
 
 def test_without_a_count_there_are_no_aggregated_workers_beside_a_pair(up: Up) -> None:
