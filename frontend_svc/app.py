@@ -418,10 +418,15 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
 
     def _canary_values(self) -> dict[str, tuple[bool, float | None]]:
-        return {
+        """Returns whether each model is served, and since when: served models that have a result,
+        and configured ones that are not served."""
+        found = {
             model: (result.failure is None, self._canaries.age_s(result))
             for model, result in self._canaries.results.items()
         }
+        if not self._config.canary_interval_s:
+            return found
+        return {**dict.fromkeys(self._models.unserved, (False, None)), **found}
 
     def _awaiting_worker(self) -> Counter[str]:
         """Returns the number of requests that wait for a worker of each model."""

@@ -169,6 +169,12 @@ class ModelCatalog:
         return dict.fromkeys(missing, NOT_REGISTERED)
 
     @property
+    def unserved(self) -> Iterable[str]:
+        """Configured models that no worker offers, or whose card is not usable or not found."""
+        not_ready = (n for n in self._configured if self.resolve(n) in self.not_ready)
+        return {*self.absent, *not_ready}
+
+    @property
     def awaiting(self) -> Mapping[str, int]:
         """Requests that wait for a model of which there is no card; 0 for other configured
         models."""

@@ -18,7 +18,7 @@ from meshctl.cli import run_command
 from tests.kit.apps import living
 from tests.kit.engines import RecordingEngine
 from tests.kit.gray_engine import GrayEngine
-from tests.kit.local_mesh import LocalMesh, local_mesh, pass_through
+from tests.kit.local_mesh import LocalMesh, local_mesh, pass_through, registration
 from tests.kit.waiting import until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
@@ -196,21 +196,23 @@ async def test_a_failure_that_another_worker_answers_is_no_failure_of_the_model(
 async def test_no_canary_is_sent_while_requests_of_clients_succeed() -> None:
     engine = RecordingEngine(obeying)
     async with (
-        local_mesh(canary_interval_s=0.6) as mesh,
+        local_mesh(canary_interval_s=2.0) as mesh,
         mesh.router(),
         mesh.worker(engine),
     ):
         assert (await mesh.complete(max_tokens=2)).status_code == 200
         await has_status(mesh, "ok")
-        before, until_s = len(engine.requests), time.monotonic() + 2.5
+        before, began_at = len(engine.requests), time.monotonic()
         clients = 0
-        while time.monotonic() < until_s:  # Ends: at a time.
+        # Longer than an interval, of at most 2.5 s. Ends: at a time.
+        while time.monotonic() < began_at + 3.5:
             assert (await mesh.complete(max_tokens=2)).status_code == 200
             clients += 1
             # Sleep: the pace of the clients, well above that of canaries.
             await asyncio.sleep(0.02)
         assert len(engine.requests) - before == clients
-        assert (await canary(mesh))["age_s"] < 1.5, "requests of clients count as canaries"
+        age_s = (await canary(mesh))["age_s"]
+        assert age_s < time.monotonic() - began_at, "requests of clients count as canaries"
 
 
 async def test_a_model_that_lacks_a_role_fails_without_a_request() -> None:
@@ -254,6 +256,30 @@ async def test_a_model_that_left_has_no_result() -> None:
         await mesh.no_longer_serves("m")
         assert await canary(mesh) is None
         assert "canary_success m" not in await samples(mesh)
+
+
+async def test_a_configured_model_that_is_not_served_has_no_success() -> None:
+    async with (
+        local_mesh(canary_interval_s=INTERVAL_S, configured_models=("m", "absent")) as mesh,
+        mesh.router(),
+    ):
+        gone: Json = {"canary_success m": 0, "canary_success absent": 0}
+        assert await samples(mesh) == gone
+        async with mesh.worker(RecordingEngine(obeying)):
+            await has_status(mesh, "ok")
+            found = await samples(mesh)
+            assert (found["canary_success m"], found["canary_success absent"]) == (1, 0)
+        await mesh.no_longer_serves("m")
+        found = await samples(mesh)
+        assert {name: found[name] for name in gone} == gone
+        assert "canary_age_seconds m" not in found
+        async with mesh.joined(registration(9)):
+
+            async def is_refused() -> bool:
+                return "no card" in (await mesh.health())["models_not_ready"]["m"]
+
+            await until(is_refused, "the card of a worker is refused")
+            assert (await samples(mesh))["canary_success m"] == 0
 
 
 async def test_an_interval_of_0_sends_no_canary() -> None:
