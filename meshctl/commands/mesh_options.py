@@ -50,10 +50,17 @@ class MeshFileCommand(MeshCommand[UpOptions]):
 
 def split_mesh_file(args: Sequence[str]) -> tuple[list[str], Path | None]:
     """Returns a command line with `--file` in place of `-f`, and the path that it gives."""
-    flags = [f"--file{word[2:]}" if word[:2] == "-f" else word for word in args]
+    flags = [_long_form(word) for word in args]
     paths = [word.partition("=")[2] for word in flags if word.startswith("--file=")]
     paths += [path for word, path in pairwise(flags) if word == "--file"]
     return flags, Path(paths[0]) if paths else None
+
+
+def _long_form(word: str) -> str:
+    """Returns `-f`, `-fFILE` or `-f=FILE` with `--file`; another word as it is."""
+    if word == "-f":
+        return "--file"
+    return f"--file={word[2:].removeprefix('=')}" if word.startswith("-f") else word
 
 
 def report_problems(error: MeshFileError) -> None:

@@ -98,6 +98,15 @@ def test_settings_of_a_mesh_file_configure_meshctl_and_no_later_start(
     assert frontend.environ["KVMESH_FRONTEND_HTTP_HOST"] == "::1"
 
 
+@pytest.mark.parametrize("before", [["-f"], ["--file"], ["-f{}"], ["-f={}"], ["--file={}"]])
+def test_a_mesh_file_is_given_as_other_flags_are(up: Up, before: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("routers: {count: 3}\n")
+    words = [word.format(path) for word in before]
+    options = up(*words, *([] if words != before else [str(path)]))
+    assert (options.file, options.routers) == (path, 3)
+
+
 def test_settings_of_a_mesh_file_and_variables_are_checked_together(
     up: Up, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
