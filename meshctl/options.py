@@ -36,6 +36,7 @@ from meshctl.usage import UnusableSettings
 # Fields with a flag of commands that read a mesh.
 REGISTRY_FLAGS = ("namespace", "registry", "registry_path", "consul_url")
 LOG_FLAGS = (*REGISTRY_FLAGS, "log_dir")
+NO_WORKERS = "a mesh needs a worker, or --prefill and --decode"
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -134,9 +135,14 @@ class UpOptions(ServiceConfig):
         found = super().problems()
         if self.http_port and self.http_port + self.frontends - 1 > 65535:
             found.append("http_port: the ports of all --frontends must be below 65536")
-        if not (self.worker_count or (self.prefill and self.decode)):
-            found.append("workers: a mesh needs a worker, or --prefill and --decode")
+        # With a mesh file the services are known later (see `services.worker_groups`).
+        if self.file is None and not self.has_workers:
+            found.append(f"workers: {NO_WORKERS}")
         return found
+
+    @property
+    def has_workers(self) -> bool:
+        return bool(self.worker_count or (self.prefill and self.decode))
 
     @property
     def worker_count(self) -> int:

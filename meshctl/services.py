@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from meshctl.mesh_file.document import KeyPath, MeshFileError
 from meshctl.mesh_file.schema import Adapter, MeshFile, ServiceSection, WorkerGroup, WorkerOverride
 from meshctl.mesh_file.settings import Variables, service_prefix, with_variables
-from meshctl.options import UpOptions
+from meshctl.options import NO_WORKERS, UpOptions
 
 # Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
 NOTICE_S = 0.3
@@ -86,6 +86,8 @@ def worker_groups(options: UpOptions, mesh: MeshFile = _NO_FILE) -> Sequence[Wor
         "model_path": options.model_path,
     }
     if not mesh.workers:
+        if not options.has_workers:
+            raise MeshFileError([f"--workers: {NO_WORKERS}"])
         counts = {
             "aggregated": options.worker_count,
             "prefill": options.prefill,

@@ -238,6 +238,15 @@ def test_flags_replace_what_the_file_says_of_them(tmp_path: Path) -> None:
         specs_of(loaded, prefill=2)
 
 
+def test_one_of_the_counts_of_a_pair_can_be_replaced(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "workers: [{role: prefill}, {role: decode}]\n")
+    options, _ = read_config(UpOptions, None, {}, ["--file=mesh.yaml", "--prefill=2"])
+    workers = [s.name for s in build_service_specs(options, loaded.mesh) if s.model]
+    assert workers == ["prefill-0", "prefill-1", "decode-0"]
+    with pytest.raises(MeshFileError, match="--workers: a mesh needs a worker, or"):
+        build_service_specs(options, load(tmp_path, "routers: {count: 1}\n").mesh)
+
+
 def test_a_value_of_the_file_becomes_a_flag_unless_the_line_has_it(tmp_path: Path) -> None:
     loaded = load(tmp_path, "namespace: a\nrouters: {count: 2}\nlog_dir: /l\ndrain_s: 3\n")
     flags = loaded.option_flags(["--drain-s", "5"])
