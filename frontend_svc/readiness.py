@@ -47,8 +47,8 @@ def assess_readiness(
     *,
     is_draining: bool,
 ) -> Readiness:
-    """Returns the readiness: ready if the frontend does not drain, waits for no peer and one model
-    has all the workers that it needs. A canary that fails is degraded service (ADR 0049): all
+    """Returns the readiness: ready if the frontend does not drain, is routable and one model has
+    all the workers that it needs. A canary that fails is degraded service (ADR 0049): all
     frontends may observe it, and a load balancer would remove all of them."""
     reasons = ["draining"] if is_draining else []
     if not models.names():
@@ -59,10 +59,12 @@ def assess_readiness(
     absent = models.absent
     reasons += [f"model {name}: {reason}" for name, reason in {**absent, **missing}.items()]
     reasons += map(str, routable.missing)
+    if not (routable.is_routable or routable.is_leaving or routable.missing):
+        reasons.append("not registered yet")
     is_serving = bool(models.names() - missing.keys())
     degraded = _degraded_reasons(models, router, engines, hit_monitor)
     return Readiness(
-        is_ready=is_serving and not (is_draining or routable.missing),
+        is_ready=is_serving and routable.is_routable and not is_draining,
         reasons=tuple(reasons),
         degraded=(
             *degraded,
