@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.registry.instances import Instance
-from router_svc.acknowledgement import Acknowledgement
+from router_svc.acknowledgement import INDEX_WAIT_S, Acknowledgement
 from router_svc.core.fleet import Fleet
 from router_svc.core.overlap import IndexStatus
 from router_svc.index_replica import IndexReplica
@@ -30,11 +32,14 @@ class StubIndex(IndexReplica):
 
 
 def acknowledgement(
-    *members: Instance, index: StubIndex, follows_events: bool = True
+    *members: Instance,
+    index: StubIndex,
+    follows_events: bool = True,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Acknowledgement:
     fleet = Fleet()
     fleet.update(snapshot_of(*members), 0.0)
-    return Acknowledgement(fleet, index, lambda: 0.0, follows_events=follows_events)
+    return Acknowledgement(fleet, index, clock, follows_events=follows_events)
 
 
 @pytest.mark.parametrize("state", ["exact", "degraded"])
@@ -47,6 +52,25 @@ def test_a_worker_in_fleet_and_index_is_acknowledged(state: str) -> None:
 def test_a_worker_of_which_one_rank_is_not_in_the_index_is_not_acknowledged(state: str) -> None:
     router = acknowledgement(WORKER, index=StubIndex(2, "exact", state))
     assert router.reason_against(1, False) == "its KV events are not in the index: reason"
+
+
+def test_a_worker_that_stays_outside_the_index_is_acknowledged_after_a_limit() -> None:
+    now = 5.0
+    reason = "its KV events are not in the index: reason"
+    router = acknowledgement(WORKER, index=StubIndex(2, "exact", "gapped"), clock=lambda: now)
+    assert router.reason_against(1, False) == reason
+    now += INDEX_WAIT_S - 0.1
+    assert router.reason_against(1, False) == reason
+    now += 0.1
+    with capture_logs() as logs:
+        assert router.reason_against(1, False) == ""
+    assert [line["event"] for line in logs] == ["acknowledged_without_index"]
+    assert router.reason_against(1, False) == reason, "a worker that joins again waits again"
+    now += INDEX_WAIT_S - 0.1
+    assert router.reason_against(1, True) != ""
+    assert router.reason_against(1, False) == reason, "it has left meanwhile"
+    now += 0.2
+    assert router.reason_against(1, False) == reason
 
 
 @pytest.mark.parametrize("case", ["no indexer", "no events followed", "no events published"])

@@ -69,7 +69,8 @@ class MemberServiceServicer:
 
     def Acknowledge(self, request, context):
         """Returns whether this process sends work to a member. It responds at once if it acknowledges the
-        member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest.
+        member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest. A
+        router acknowledges a worker of which it lacks nothing but the KV events after 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

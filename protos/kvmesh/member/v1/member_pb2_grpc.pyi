@@ -44,7 +44,8 @@ class MemberServiceStub:
     def __new__(cls, channel: _aio.Channel) -> MemberServiceAsyncStub: ...
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_member_pb2.AcknowledgeRequest, _member_pb2.AcknowledgeResponse]
     """Returns whether this process sends work to a member. It responds at once if it acknowledges the
-    member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest.
+    member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest. A
+    router acknowledges a worker of which it lacks nothing but the KV events after 10 s.
     """
     GetRoutable: _grpc.UnaryUnaryMultiCallable[_member_pb2.GetRoutableRequest, _member_pb2.GetRoutableResponse]
     """Returns whether this process is routable, and the peers that it waits for."""
@@ -65,7 +66,8 @@ class MemberServiceAsyncStub(MemberServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Acknowledge: _aio.UnaryUnaryMultiCallable[_member_pb2.AcknowledgeRequest, _member_pb2.AcknowledgeResponse]  # type: ignore[assignment]
     """Returns whether this process sends work to a member. It responds at once if it acknowledges the
-    member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest.
+    member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest. A
+    router acknowledges a worker of which it lacks nothing but the KV events after 10 s.
     """
     GetRoutable: _aio.UnaryUnaryMultiCallable[_member_pb2.GetRoutableRequest, _member_pb2.GetRoutableResponse]  # type: ignore[assignment]
     """Returns whether this process is routable, and the peers that it waits for."""
@@ -89,7 +91,8 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_member_pb2.AcknowledgeResponse, _abc.Awaitable[_member_pb2.AcknowledgeResponse]]:
         """Returns whether this process sends work to a member. It responds at once if it acknowledges the
-        member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest.
+        member, else as soon as it does, or with the reason after the heartbeat of AcknowledgeRequest. A
+        router acknowledges a worker of which it lacks nothing but the KV events after 10 s.
         """
 
     @_abc_1.abstractmethod
