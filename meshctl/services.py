@@ -6,8 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshctl.mesh_file.document import KeyPath, MeshFileError
-from meshctl.mesh_file.schema import Adapter, MeshFile, ServiceSection, WorkerGroup, WorkerOverride
+from meshctl.mesh_file.document import KeyPath, MeshFileError, key_text
+from meshctl.mesh_file.schema import (
+    Adapter,
+    MeshFile,
+    ServiceSection,
+    WorkerGroup,
+    WorkerOverride,
+    find_adapter_problems,
+)
 from meshctl.mesh_file.settings import Variables, service_prefix, with_variables
 from meshctl.options import NO_WORKERS, UpOptions
 
@@ -64,7 +71,13 @@ def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[S
     ]
     specs += [_build_spec(options, "router", i, (), mesh) for i in range(options.routers)]
     specs += [_build_spec(options, "indexer", i, (), mesh) for i in range(options.indexers)]
-    for number, group in enumerate(worker_groups(options, mesh)):
+    groups = worker_groups(options, mesh)
+    # Flags may have changed engine and model.
+    if problems := list(find_adapter_problems(mesh.adapters, groups)):
+        raise MeshFileError(
+            [f"{key_text(path)}: with the flags, {text}" for path, text in problems]
+        )
+    for number, group in enumerate(groups):
         flags = ["--role", group.role] if group.role != "aggregated" else []
         flags += ["--engine", group.engine, "--model-name", group.model]
         if group.model_path is not None:

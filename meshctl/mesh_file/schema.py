@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -232,7 +232,7 @@ def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     if mesh.workers and "aggregated" not in roles and roles != {"prefill", "decode"}:
         text = "needs workers of the other role too, or aggregated ones"
         found.append((("workers", 0, "role"), text))
-    found += _adapter_contradictions(mesh)
+    found += find_adapter_problems(mesh.adapters, mesh.workers or (WorkerGroup(),))
     present = {"frontend", "router", *(roles or {"aggregated"})}
     if mesh.indexers.count:
         present.add("indexer")
@@ -242,10 +242,12 @@ def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     return found
 
 
-def _adapter_contradictions(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
-    groups = mesh.workers or (WorkerGroup(),)
+def find_adapter_problems(
+    adapters: Sequence[Adapter], groups: Sequence[WorkerGroup]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the adapters that the workers cannot load, with the reason."""
     models = {group.model for group in groups}
-    for i, adapter in enumerate(mesh.adapters):
+    for i, adapter in enumerate(adapters):
         if adapter.model not in models:
             text = f"no workers have the model {adapter.model!r}{suggest(adapter.model, models)}"
             yield ("adapters", i, "model"), text

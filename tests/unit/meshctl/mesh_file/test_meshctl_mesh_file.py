@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,26 @@ def test_adapters_are_loaded_when_a_worker_starts(tmp_path: Path) -> None:
     assert specs["a-0"].environ["KVMESH_WORKER_LORAS"] == "x"
     expected = '{"tp_size": 1, "enable_lora": true, "lora_paths": {"y": "/loras/y"}}'
     assert specs["b-0"].environ["KVMESH_WORKER_ENGINE_ARGS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"engine": "sglang"}, "SGLang needs the location as file:///FOLDER"),
+        ({"engine": "echo"}, "the echo engine has no adapters"),
+        ({"model_name": "b"}, "no workers have the model 'sim'"),
+        ({"engine": "sglang"}, "engine_args of worker must be a JSON object"),
+    ],
+)
+def test_flags_that_do_not_fit_the_adapters_of_the_file_are_refused(
+    tmp_path: Path, flags: dict[str, str], expected: str
+) -> None:
+    loaded = load(
+        tmp_path,
+        "workers: [{engine: 'a.b:c', engine_args: text}]\nadapters: [{name: x, model: sim}]\n",
+    )
+    with pytest.raises(MeshFileError, match=re.escape(f"with the flags, {expected}")):
+        specs_of(loaded, **flags)
 
 
 def test_the_example_has_settings_that_the_services_accept() -> None:
