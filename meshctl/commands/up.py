@@ -42,12 +42,12 @@ from meshctl.mesh_file.load import read_mesh_file
 from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
 from meshctl.process.control import control_server
-from meshctl.process.listeners import CannotListen, check_port, listeners
+from meshctl.process.listeners import CannotListen, Listeners, check_port, listeners
 from meshctl.process.liveness import is_live
 from meshctl.process.operations import Operations
 from meshctl.process.routable import find_missing
 from meshctl.process.stop_requests import StopAction, StopRequests
-from meshctl.process.supervise import Child, State, Supervisor
+from meshctl.process.supervise import Child, Event, RestartsExhausted, State, Supervisor
 from meshctl.services import ServiceSpec, process_count
 from meshctl.view import frontend as gateway
 from meshctl.view.members import describe_registry, members
@@ -142,12 +142,12 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
     try:
         with (
             _exclusive_lock(options.log_dir),
-            listeners(options.http_host, shared.items()) as sockets,
+            listeners(options.http_host, shared) as frontends,
         ):
             for name in own.keys() - shared.keys():
                 check_port(options.http_host, own[name])
-            launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ, sockets)
-            command = _UpCommand(options, environ, launcher, screen, specs, required)
+            launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ, frontends)
+            command = _UpCommand(options, environ, launcher, screen, specs, required, frontends)
             return asyncio.run(command.run())
     except (CannotStart, CannotListen) as error:
         screen.print_error(f"{error}; nothing was started")
@@ -213,6 +213,7 @@ class _UpCommand:
     specs: Sequence[ServiceSpec]
     # Roles without which no member is routable.
     required: Sequence[str]
+    frontends: Listeners
     session_status: int = 0
     kill_signal: int | None = None
     # Until all services are ready.
@@ -233,7 +234,7 @@ class _UpCommand:
             self.launcher.start,
             registry.deregister,
             namespace=mesh.namespace,
-            on_event=self.screen.event,
+            on_event=lambda event: self._on_event(event, supervisor),
             clock=time.monotonic,
             rng=SystemRandom(),
             start_s=mesh.ready_s,
@@ -265,6 +266,11 @@ class _UpCommand:
         if self.kill_signal is not None:
             return 128 + self.kill_signal
         return self.session_status or (0 if supervisor.is_clean else 1)
+
+    def _on_event(self, event: Event, supervisor: Supervisor) -> None:
+        self.screen.event(event)
+        if isinstance(event, RestartsExhausted) and supervisor.is_given_up(event.service):
+            self.frontends.close(event.service)
 
     def _install_signal_handlers(self, supervisor: Supervisor) -> None:
         requests = StopRequests()
@@ -317,6 +323,7 @@ class _UpCommand:
             rotate_log=self.launcher.rotate_log,
             last_log_line=self._last_log_line,
             find_missing=partial(find_missing, supervisor, security, self.required),
+            stop_listening=self.frontends.close,
             environ=self.environ,
             routable_s=self.options.ready_s,
         )

@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -24,6 +22,7 @@ from common.registry.instances import parse_json
 from common.runtime.ready_line import ReadyLineReader
 from meshctl.process import parent_guard
 from meshctl.process.environment import service_environment
+from meshctl.process.listeners import Listeners
 from meshctl.services import ServiceSpec
 
 LOG_BYTES_MAX = 16 << 20
@@ -145,30 +144,31 @@ class ProcessLauncher:
         log_dir: Path,
         environ: Mapping[str, str],
         pass_environ: Sequence[str] = (),
-        sockets: Mapping[str, socket.socket] = MappingProxyType({}),
+        listeners: Listeners | None = None,
     ) -> None:
         """
         - environ: of this process; a service receives the part that it needs.
         - pass_environ: see `UpOptions`.
-        - sockets: from which the frontends of these names accept.
+        - listeners: from which frontends accept.
         """
         self._log_dir = log_dir
         self._environ = environ
         self._pass_environ = pass_environ
-        self._sockets = sockets
+        self._listeners = listeners
         self._log_offsets: dict[str, int] = {}
 
     def log_path(self, name: str) -> Path:
         return self._log_dir / f"{name}.log"
 
     def start(self, spec: ServiceSpec) -> ChildProcess:
-        """Starts a service. Raises OSError without a process, a descriptor or a log."""
+        """Starts a service. Raises OSError without a process, a descriptor, a port or a log."""
+        listener = None if self._listeners is None else self._listeners.open(spec.name)
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
             fds = [write_end]
-            if spec.name in self._sockets:
-                fds.append(self._sockets[spec.name].fileno())
+            if listener is not None:
+                fds.append(listener.fileno())
                 command += ["--http-fd", str(fds[-1])]
             environ = service_environment(self._environ, spec.module, self._pass_environ)
             environ = spec.with_environ(environ)

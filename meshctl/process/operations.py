@@ -50,6 +50,7 @@ class Operations:
     - rotate_log: see `ProcessLauncher`.
     - last_log_line: of a service.
     - find_missing: returns which peers do not send work to a ready member yet.
+    - stop_listening: closes the port of a frontend that does not start again.
     - routable_s: time in which a ready member must become routable.
     """
 
@@ -61,6 +62,7 @@ class Operations:
         rotate_log: Callable[[str], None],
         last_log_line: Callable[[str], str],
         find_missing: Callable[[Child], Awaitable[Waiting]],
+        stop_listening: Callable[[str], None],
         environ: Mapping[str, str],
         routable_s: float,
         start_report_s: float = START_REPORT_S,
@@ -71,6 +73,7 @@ class Operations:
         self._last_log_line = last_log_line
         self._start_report_s = start_report_s
         self._find_missing = find_missing
+        self._stop_listening = stop_listening
         self._environ = environ
         self._routable_s = routable_s
         self._current = ""
@@ -158,6 +161,8 @@ class Operations:
             child = self._child(member.spec.name)
             began = self._now()
             report(child.spec.name, "draining", "")
+            # The process has the port until it accepts no more.
+            self._stop_listening(child.spec.name)
             await self._supervisor.end(child)
         report(child.spec.name, "drained", f"after {self._now() - began:.1f} s")
 
@@ -195,6 +200,8 @@ class Operations:
             if step.new_first:
                 await supervisor.end(new)
                 supervisor.remove(new)
+                if supervisor.is_given_up(step.name):
+                    self._stop_listening(step.name)
             return problem
         report(step.name, "routable", f"after {routable_s:.1f} s")
         if step.new_first:

@@ -219,6 +219,11 @@ class Supervisor:
         """The services, in the order of display; of one that is replaced, the old one first."""
         return tuple(self._children)
 
+    def is_given_up(self, name: str) -> bool:
+        """Returns whether no process of a service runs or starts again, because one has failed."""
+        states = {child.state for child in self._children if child.spec.name == name}
+        return State.FAILED in states and states <= {State.FAILED, State.STOPPED}
+
     def stop(self) -> None:
         """Stops all services in order and starts none. Idempotent."""
         self._stop.set()

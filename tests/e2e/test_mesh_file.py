@@ -101,6 +101,14 @@ def test_the_example_starts_and_its_members_are_drained_and_started(tmp_path: Pa
         health = httpx.get(f"{mesh.url()}/health", trust_env=False).json()
         names = [i["name"] for i in health["instances"] if i["service"] == "worker"]
         assert sorted(names) == ["worker-0", "worker-1"]
+        # The port of a drained frontend refuses connections until the frontend is started.
+        url = mesh.url()
+        assert mesh.meshctl("drain", "frontend-0").returncode == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/live", trust_env=False)
+        started = mesh.meshctl("start", "frontend-0")
+        assert started.returncode == 0, started.stderr
+        assert httpx.get(f"{url}/live", trust_env=False).status_code == 200
     assert mesh.process.returncode == 0, mesh.out.read_text()
 
 

@@ -11,6 +11,7 @@ import pytest
 from meshctl.commands.up import _UpCommand
 from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher
+from meshctl.process.listeners import Listeners
 from meshctl.view.screen import Screen
 from tests.kit.supervised import FakeProcess, World, becomes_ready, running, silent, spec
 from tests.kit.waiting import until
@@ -39,7 +40,7 @@ async def test_a_slow_successor_beside_the_old_process_is_not_killed_while_its_l
     screen = Screen(
         io.StringIO(), io.StringIO(), colour=False, clock=lambda: 0.0, tail=logs.tail, log=Path
     )
-    up = _UpCommand(UpOptions(), {}, logs, screen, [spec("a")], ())
+    up = _UpCommand(UpOptions(), {}, logs, screen, [spec("a")], (), Listeners("", {}))
     loop = asyncio.get_running_loop()
     async with running(world, spec("a"), start_s=START_S) as supervisor:
         watch = asyncio.ensure_future(up._watch_slow_starts(supervisor))

@@ -26,7 +26,10 @@ from tests.kit.waiting import until
 
 @dataclass
 class Bed:
-    """A running mesh with its operations. missing: why a member is not routable, by its pid."""
+    """A running mesh with its operations.
+
+    missing: why a member is not routable, by its pid. closed: members whose port was closed.
+    """
 
     world: World
     supervisor: Supervisor
@@ -34,6 +37,7 @@ class Bed:
     reports: list[tuple[str, str]] = field(default_factory=list)
     rotated: list[str] = field(default_factory=list)
     missing: dict[int, str] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
 
     def report(self, name: str, state: str, _detail: str) -> None:
         self.reports.append((name, state))
@@ -63,6 +67,7 @@ async def bed(
     async with running(world, *specs) as supervisor:
         rotated: list[str] = []
         missing: dict[int, str] = {}
+        closed: list[str] = []
 
         async def find_missing(child: Child) -> Waiting:
             return Waiting(missing.get(child.process.pid, "") if child.process else "")
@@ -74,11 +79,12 @@ async def bed(
             last_log_line=lambda name: f"{name} loads weights",
             start_report_s=0.001,
             find_missing=find_missing,
+            stop_listening=closed.append,
             environ={},
             routable_s=routable_s,
         )
         await supervisor.wait_all_ready()
-        yield Bed(world, supervisor, operations, [], rotated, missing)
+        yield Bed(world, supervisor, operations, [], rotated, missing, closed)
 
 
 async def test_of_several_members_one_ends_before_the_next_one_starts() -> None:
@@ -241,6 +247,15 @@ async def test_a_drained_member_stays_stopped_until_it_is_started() -> None:
         await mesh.operations.start("worker-0", mesh.report)
         assert mesh.states() == [State.READY, State.READY]
         assert mesh.entries() == ["TERM worker-0", "START worker-0"]
+
+
+async def test_only_a_drain_closes_the_port_of_a_member() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        await mesh.restart(new_first=True)
+        await mesh.restart(new_first=False)
+        assert mesh.closed == []
+        await mesh.operations.drain("worker-1", mesh.report)
+        assert mesh.closed == ["worker-1"]
 
 
 async def test_a_stop_during_a_restart_ends_both_processes_once() -> None:
