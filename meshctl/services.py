@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshctl.mesh_file.document import KeyPath, MeshFileError, key_text
@@ -15,7 +16,7 @@ from meshctl.mesh_file.schema import (
     WorkerOverride,
     find_adapter_problems,
 )
-from meshctl.mesh_file.settings import Variables, service_prefix, with_variables
+from meshctl.mesh_file.settings import PORTS, Variables, service_prefix, with_variables
 from meshctl.options import NO_WORKERS, UpOptions
 
 # Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
@@ -134,6 +135,20 @@ def worker_groups(options: UpOptions, mesh: MeshFile = _NO_FILE) -> Sequence[Wor
 def http_ports(options: UpOptions) -> list[int]:
     """Returns the HTTP port of each frontend; 0: any free port."""
     return [options.http_port and options.http_port + i for i in range(options.frontends)]
+
+
+def find_port_problems(specs: Sequence[ServiceSpec]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the keys of the mesh file that give one port to several processes."""
+    ports = [
+        spec.origins[variable]
+        for spec in specs
+        for name in PORTS
+        for variable in [f"{service_prefix(spec.module.removesuffix('_svc'))}{name.upper()}"]
+        if spec.environ.get(variable, "0") not in ("", "0")
+    ]
+    for origin, count in Counter(ports).items():
+        if count > 1:
+            yield origin, "several processes on one host cannot have one port; use 0"
 
 
 def process_count(spec: ServiceSpec, environ: Mapping[str, str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -70,29 +70,20 @@ def with_variables(environ: Mapping[str, str], values: Mapping[str, str]) -> dic
 def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
     """Yields the settings that are in the wrong place or have impossible names; the services check
     the others."""
-    counts = {
-        "frontends": mesh.frontends.count,
-        "routers": mesh.routers.count,
-        "indexers": mesh.indexers.count,
-    }
-    yield from _section_problems((), mesh.settings, mesh.environment, is_shared=True)
-    for key, count in counts.items():
-        section: ServiceSection = getattr(mesh, key)
-        shared = count > 1
-        yield from _section_problems((key,), section.settings, section.environment, shared)
+    yield from _section_problems((), mesh)
+    yield from _section_problems(("frontends",), mesh.frontends)
+    yield from _section_problems(("routers",), mesh.routers)
+    yield from _section_problems(("indexers",), mesh.indexers)
     for i, group in enumerate(mesh.workers):
-        path: KeyPath = ("workers", i)
-        shared = group.count > 1
-        yield from _section_problems(path, group.settings, group.environment, shared)
+        yield from _section_problems(("workers", i), group)
         for n, override in enumerate(group.each):
-            at = (*path, "each", n)
-            yield from _section_problems(at, override.settings, override.environment, False)
+            yield from _section_problems(("workers", i, "each", n), override)
 
 
 def _section_problems(
-    path: KeyPath, settings: Mapping[str, str], environment: Iterable[str], is_shared: bool
+    path: KeyPath, section: ServiceSection | MeshFile
 ) -> Iterator[tuple[KeyPath, str]]:
-    for name, value in settings.items():
+    for name in section.settings:
         at = (*path, "settings", name)
         if not _NAME.match(name):
             near = name.lower().replace("-", "_").lstrip("_")
@@ -100,8 +91,6 @@ def _section_problems(
         elif name in _OWN:
             key = _OWN[name]
             yield at, f"set it with the key {key}" if key else "is set by meshctl"
-        elif name in PORTS and is_shared and value not in ("", "0"):
-            yield at, "several processes on one host cannot have one port; use 0"
-    for name in environment:
+    for name in section.environment:
         if name.startswith(PREFIX):
             yield (*path, "environment", name), "is a setting; give it under `settings`"

@@ -11,7 +11,7 @@ from common.runtime.config import PREFIX
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import LoadedMesh
 from meshctl.process.environment import service_environment
-from meshctl.services import ServiceSpec
+from meshctl.services import ServiceSpec, find_port_problems
 
 # For the imports of the four configurations on a busy machine.
 TIMEOUT_S = 60.0
@@ -34,7 +34,8 @@ def check_settings(
         for spec in specs
     ]
     found = run_checks(checks, service_environment(environ, "worker_svc"))
-    problems = [
+    problems = [loaded.document.problem(at, text) for at, text in find_port_problems(specs)]
+    problems += [
         loaded.place(problem, spec.origins)
         for spec, of_spec in zip(specs, found, strict=True)
         for problem in of_spec

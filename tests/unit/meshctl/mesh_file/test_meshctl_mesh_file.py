@@ -16,7 +16,7 @@ from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
 from meshctl.options import UpOptions
 from meshctl.process.rollout import fixed_port
 from meshctl.process.settings_check import check_settings
-from meshctl.services import ServiceSpec, build_service_specs
+from meshctl.services import ServiceSpec, build_service_specs, find_port_problems
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
@@ -147,6 +147,27 @@ def test_the_parsers_of_the_services_check_the_settings(
 ) -> None:
     (problem,) = problems(tmp_path, text)
     assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "key"),
+    [
+        (
+            "frontends: {settings: {metrics_port: 9100}}",
+            {"frontends": 2},
+            "frontends.settings.metrics_port",
+        ),
+        ("routers: {count: 2, settings: {port: 9100}}", {"routers": 1}, ""),
+        ("settings: {health_port: 9100}", {}, "settings.health_port"),
+        ("workers: [{count: 2, settings: {port: 9}, each: [{settings: {port: 8}}]}]", {}, ""),
+    ],
+)
+def test_ports_are_checked_for_the_processes_that_start(
+    tmp_path: Path, text: str, flags: dict[str, int], key: str
+) -> None:
+    specs = list(specs_of(load(tmp_path, text), **flags).values())
+    found = [".".join(map(str, origin)) for origin, _ in find_port_problems(specs)]
+    assert found == ([key] if key else [])
 
 
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
