@@ -29,9 +29,9 @@ def command(
 ) -> int:
     """Replaces members of a running `meshctl up`, one at a time.
 
-    NAMES are members, services or roles: worker-0, router, prefill. Without names all members are
-    replaced. The new processes run the code on disk and the settings that the mesh file has now. It
-    stops at the first member that its peers cannot use.
+    NAMES are members, services or roles: worker-0, router, prefill. Without names all members
+    except drained ones are replaced. The new processes run the code on disk and the settings that
+    the mesh file has now. It stops at the first member that its peers cannot use.
     """
     return restart(log_dir, names, wait=wait, new_first=new_first, as_json=as_json)
 

@@ -84,10 +84,18 @@ class Operations:
         return [Member(child.spec, child.state is State.READY) for child in by_name.values()]
 
     def plan(self, names: Sequence[str], new_first: bool | None) -> list[Step]:
-        """Returns the replacements of a rolling restart. Raises InvalidRequest, Conflict."""
+        """Returns the replacements of a rolling restart. Raises InvalidRequest, Conflict.
+
+        names: see `select`; without names, drained members stay stopped.
+        """
         self._check_free()
         members = self.members()
-        return plan(members, select(members, names), self._environ, new_first=new_first)
+        selected = [
+            member
+            for member in select(members, names)
+            if names or self._child(member.spec.name).state is not State.STOPPED
+        ]
+        return plan(members, selected, self._environ, new_first=new_first)
 
     def restart(
         self,

@@ -1,4 +1,4 @@
-"""The ports of frontends: open while a process runs or starts, closed after a drain or a failure."""
+"""The ports of frontends: open while a process runs or starts, closed after a drain or failure."""
 
 from __future__ import annotations
 

@@ -249,6 +249,17 @@ async def test_a_drained_member_stays_stopped_until_it_is_started() -> None:
         assert mesh.entries() == ["TERM worker-0", "START worker-0"]
 
 
+async def test_a_restart_of_all_members_does_not_start_drained_ones() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        await mesh.operations.drain("worker-0", mesh.report)
+        outcome = await mesh.restart()
+        assert [item.name for item in outcome.replaced] == ["worker-1"]
+        assert mesh.states() == [State.STOPPED, State.READY]
+        outcome = await mesh.restart("worker-0")
+        assert [item.name for item in outcome.replaced] == ["worker-0"]
+        assert mesh.states() == [State.READY, State.READY]
+
+
 async def test_only_a_drain_closes_the_port_of_a_member() -> None:
     async with bed("worker-0", "worker-1") as mesh:
         await mesh.restart(new_first=True)
