@@ -26,8 +26,11 @@ LOG = structlog.get_logger(__name__)
 
 # Limits of one call. A live peer responds within its heartbeat.
 CALL_TIMEOUT_S, CALL_TIMEOUT_MIN_S = 2.0, 1.0
-# Pause after a call that failed, or ended before the heartbeat of its peer.
+# Pause after a call that failed before the heartbeat of its peer, at first and at most.
 PAUSE_S, PAUSE_MAX_S = 0.1, 1.0
+# Longest pause after a refusal, also as a share of the limit of silence. A peer keeps the nonce of
+# each call for minutes, and many members may wait for it.
+REFUSED_PAUSE_MAX_S, REFUSED_PAUSE_SHARE = 2.5, 0.25
 # Interval of looks at what this process needs itself: at first, and at most.
 OWN_NEEDS_S, OWN_NEEDS_MAX_S = 0.02, 0.2
 
@@ -152,7 +155,9 @@ class RoutableWatch:
     async def _call(self, peers: Peers, peer: Instance) -> None:
         """Calls a peer until it acknowledges this process or has left."""
         assert self._member is not None, "after `join`"
-        backoff = Backoff(PAUSE_S, PAUSE_MAX_S, self._rng)
+        failures = Backoff(PAUSE_S, PAUSE_MAX_S, self._rng)
+        longest_s = max(PAUSE_S, min(self._limit_s * REFUSED_PAUSE_SHARE, REFUSED_PAUSE_MAX_S))
+        refusals = Backoff(PAUSE_S, longest_s, self._rng, jitter=(0.5, 1.0))
         async with rpc.channel(peer.address, role=peer.service, security=self._security) as channel:
             while peers.is_waiting(peer.id):
                 called_at = self._clock()
@@ -166,13 +171,18 @@ class RoutableWatch:
                     )
                 except MeshError as error:
                     self._record_failure(peers, peer, f"the call failed: {error.message}")
+                    if self._clock() - called_at < ACKNOWLEDGE.heartbeat_s / 2:
+                        pause_s = failures.next_s()
+                    else:
+                        pause_s = 0.0
+                        failures.reset()
                 else:
                     peers.responded(peer.id, reason, self._clock())
+                    pause_s = refusals.next_s()
+                    failures.reset()
                 self._changed.set()
-                if self._clock() - called_at < ACKNOWLEDGE.heartbeat_s / 2:
-                    await asyncio.sleep(backoff.next_s())
-                else:
-                    backoff.reset()
+                if peers.is_waiting(peer.id):
+                    await asyncio.sleep(pause_s)
 
     def _record_failure(self, peers: Peers, peer: Instance, reason: str) -> None:
         if peers.failed(peer.id, reason, self._clock()):

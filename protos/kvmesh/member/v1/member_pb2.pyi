@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class AcknowledgeRequest(_message.Message):
     """A member to one of its peers. It repeats the call until the peer acknowledges, so that a live peer
-    responds each 0.5 s. Silence rule: a peer that has not responded for more than 10 s (a setting of
+    responds each 0.5 s, and at least each 3 s after repeated refusals, when the member pauses. Silence rule: a peer that has not responded for more than 10 s (a setting of
     the member) counts as given up; the member is routable without it. A peer of an earlier version,
     which returns UNIMPLEMENTED, counts as one that acknowledges.
     """
