@@ -72,7 +72,7 @@ def _print_present(
     """Prints what the logs have; lines: the last ones only."""
     merged = heapq.merge(*(log.read() for log in logs), key=lambda line: line.time)
     chosen = [line for line in merged if shown.has(line)]
-    for line in chosen[len(chosen) - lines if lines is not None else 0 :]:
+    for line in chosen if lines is None else chosen[max(0, len(chosen) - lines) :]:
         printer.print(line)
 
 
