@@ -81,7 +81,14 @@ class Operations:
     def members(self) -> list[Member]:
         """Returns the members; one that is replaced is its newer process."""
         by_name = {child.spec.name: child for child in self._supervisor.children}
-        return [Member(child.spec, child.state is State.READY) for child in by_name.values()]
+        return [
+            Member(
+                child.spec,
+                child.state is State.READY,
+                "" if child.line is None else child.line.instance_id,
+            )
+            for child in by_name.values()
+        ]
 
     def plan(self, names: Sequence[str], new_first: bool | None) -> list[Step]:
         """Returns the replacements of a rolling restart. Raises InvalidRequest, Conflict.

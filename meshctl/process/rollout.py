@@ -16,6 +16,8 @@ from meshctl.services import ServiceSpec, process_count
 
 # Services that others need come first, so that a new frontend connects to new routers and workers.
 _ORDER = ("indexer", "worker", "router", "frontend")
+# Its value begins with the host in a registry of several hosts.
+_STABLE_NAME = "--stable-name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Member:
 
     spec: ServiceSpec
     is_live: bool
+    instance_id: str = ""
+    """"": it has not registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,13 @@ class Step:
 
 def select(members: Sequence[Member], names: Iterable[str]) -> list[Member]:
     """Returns the members with these names, groups (`worker`, `frontend`) or roles (`prefill`); all
-    without names. Raises InvalidRequest for a name that fits none."""
+    without names. The stable name and the id in the registry are names too. Raises InvalidRequest
+    for a name that fits none."""
     found: dict[str, Member] = {}
     for name in names:
-        fitting = [m for m in members if name in _names(m.spec)]
+        fitting = [m for m in members if name in _names(m)]
         if not fitting:
-            known = {known for m in members for known in _names(m.spec)}
+            known = {known for m in members for known in _names(m)}
             raise InvalidRequest(f"{name!r}: no such member or service{suggest(name, known)}")
         found |= {m.spec.name: m for m in fitting}
     selected = list(found.values()) if found else list(members)
@@ -111,5 +116,9 @@ def _service(spec: ServiceSpec) -> str:
     return spec.module.removesuffix("_svc")
 
 
-def _names(spec: ServiceSpec) -> set[str]:
-    return {spec.name, spec.name.rpartition("-")[0], _service(spec), spec.role.partition(" ")[0]}
+def _names(member: Member) -> set[str]:
+    spec = member.spec
+    names = {spec.name, spec.name.rpartition("-")[0], _service(spec), spec.role.partition(" ")[0]}
+    if _STABLE_NAME in spec.args:
+        names.add(spec.args[spec.args.index(_STABLE_NAME) + 1])
+    return (names | {member.instance_id}) - {""}

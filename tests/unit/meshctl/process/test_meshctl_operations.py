@@ -55,7 +55,8 @@ class Bed:
 
 
 def worker(name: str) -> ServiceSpec:
-    return replace(spec(name), module="worker_svc", role="aggregated worker of m")
+    args = ("--stable-name", f"host-{name}")
+    return replace(spec(name), module="worker_svc", args=args, role="aggregated worker of m")
 
 
 @asynccontextmanager
@@ -258,6 +259,16 @@ async def test_a_restart_of_all_members_does_not_start_drained_ones() -> None:
         outcome = await mesh.restart("worker-0")
         assert [item.name for item in outcome.replaced] == ["worker-0"]
         assert mesh.states() == [State.READY, State.READY]
+
+
+async def test_members_have_the_names_that_the_registry_has() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        assert [step.name for step in mesh.operations.plan(["101"], None)] == ["worker-1"]
+        await mesh.operations.drain("host-worker-1", mesh.report)
+        await mesh.operations.start("host-worker-1", mesh.report)
+        assert mesh.entries() == ["TERM worker-1", "START worker-1"]
+        with pytest.raises(InvalidRequest, match=r"'101': no such member"):
+            mesh.operations.plan(["101"], None)
 
 
 async def test_only_a_drain_closes_the_port_of_a_member() -> None:
