@@ -323,7 +323,7 @@ class ModelCatalog:
         if self._watch.is_pending(base):
             if base in self._watch.refused:
                 message = f"{name!r} is not served: {self._watch.not_ready[base]}"
-                return Unavailable(message, REFUSED_S, reason=MODEL_REFUSED)
+                return Unavailable(message, 1.0, reason=MODEL_REFUSED)
             return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
         if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
             return no_worker_error(name)
