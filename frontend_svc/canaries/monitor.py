@@ -23,9 +23,9 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.metrics.families import CanaryMetrics
 from frontend_svc.models.catalog import Engine, ModelCatalog
 from frontend_svc.models.model_watch import Table
-from frontend_svc.models.routable import missing_role
+from frontend_svc.models.routable import has_pair, missing_role
 from frontend_svc.request.ports import WorkerPort
-from frontend_svc.request.types import RequestOutcome
+from frontend_svc.request.types import Success
 
 # Interval of checks for new models.
 POLL_S = 0.5
@@ -50,7 +50,7 @@ class CanaryResult:
 class CanaryMonitor:
     """The canaries of a frontend process.
 
-    - take_success: returns the last successful outcome of a model's requests since the call before.
+    - take_success: returns the greatest success of a model's requests since the call before.
     - metrics: count the canaries.
     """
 
@@ -60,7 +60,7 @@ class CanaryMonitor:
         models: ModelCatalog,
         open_gateway: OpenGateway,
         workers: WorkerPort,
-        take_success: Callable[[str], RequestOutcome | None],
+        take_success: Callable[[str], Success | None],
         metrics: CanaryMetrics,
         rng: Random,
     ) -> None:
@@ -113,7 +113,7 @@ class CanaryMonitor:
         if self._has_success(table, engine, workers):
             return None
         began_at = self._loop.time()
-        failure = await self._send(table, engine, is_split=_has_prefill(workers))
+        failure = await self._send(table, engine, is_split=has_pair(workers))
         if failure is None:
             self._metrics.durations(engine.name).observe(self._loop.time() - began_at)
         elif self._has_success(table, engine, workers):
@@ -122,14 +122,11 @@ class CanaryMonitor:
 
     def _has_success(self, table: Table, engine: Engine, workers: tuple[Instance, ...]) -> bool:
         """Returns whether a request of a client was served as a canary is since the call before:
-        with tokens, and by a pair if the model has prefill workers."""
-        outcome = self._take_success(engine.name)
-        if outcome is None or outcome.placed is None or not outcome.worker_ids:
-            return False
-        if table == "embeddings":
-            return True
-        has_tokens = engine.model is None or outcome.usage.completion_tokens > 0
-        return has_tokens and (outcome.placed.prefill is not None or not _has_prefill(workers))
+        with tokens, and by a pair if the model has one."""
+        success = self._take_success(engine.name)
+        if success is None or table == "embeddings":
+            return success is not None
+        return success.has_tokens and (success.is_pair or not has_pair(workers))
 
     async def _send(self, table: Table, engine: Engine, *, is_split: bool) -> CanaryFailure | None:
         config, now = self._config, self._loop.time()
@@ -157,7 +154,3 @@ class CanaryMonitor:
         self._metrics.failures(name, failure.stage).inc()
         if before is None or before.failure is None or before.failure.stage != failure.stage:
             log.warning("canary_failed", model=name, stage=failure.stage, reason=failure.reason)
-
-
-def _has_prefill(workers: tuple[Instance, ...]) -> bool:
-    return any(worker.role == "prefill" for worker in workers)

@@ -28,7 +28,7 @@ async def make_canary(
 
     - table: the first one of the model.
     - now: loop time, seconds.
-    - is_split: whether the model has prefill workers. The query then has no length, because a
+    - is_split: whether the model is served by pairs. The query then has no length, because a
       router may place a short prompt on one worker.
 
     Raises MeshError if the prompt cannot be prepared.

@@ -32,10 +32,18 @@ def open_requests(
     def fail(index: int, error: MeshError, reason: str) -> None:
         handles[index].fail(error, reason)
 
+    def first_token(index: int) -> None:
+        handles[index].first_token()
+
     context.progress.placements = [placement for _, placement in plans]
     context.progress.responses = buffers = [
         ResponseBuffer(
-            meter, dependencies.state.clock, partial(fail, index), reader=reader, backlog=backlog
+            meter,
+            dependencies.state.clock,
+            partial(fail, index),
+            reader=reader,
+            backlog=backlog,
+            first_token=partial(first_token, index),
         )
         for index in range(len(plans))
     ]

@@ -25,6 +25,11 @@ def missing_pair_role(workers: Sequence[Instance]) -> str:
     return _missing_in_pair(workers)
 
 
+def has_pair(workers: Iterable[Instance]) -> bool:
+    """Returns whether a prefill and a decode worker can serve a request together."""
+    return not _missing_in_pair(workers)
+
+
 def _missing_in_pair(workers: Iterable[Instance]) -> str:
     """Returns why no pair exists, "" if one does."""
     groups_by_role: dict[str, set[str]] = {"prefill": set(), "decode": set(), "aggregated": set()}

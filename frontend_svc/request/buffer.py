@@ -135,9 +135,14 @@ class Reader:
 
 
 class ResponseBuffer:
-    """The ResponseSink of one request. clock: of the meter, monotonic seconds. fail: ends the
-    request with an error, if more than unread_max tokens are unread, or the backlog is too large by
-    them. reader: of all buffers of a response; None: this is the only one."""
+    """The ResponseSink of one request.
+
+    - clock: of the meter, monotonic seconds.
+    - fail: ends the request with an error, if more than unread_max tokens are unread, or the
+      backlog is too large by them.
+    - reader: of all buffers of a response; None: this is the only one.
+    - first_token: called once, with the first token or chunk.
+    """
 
     def __init__(
         self,
@@ -148,9 +153,11 @@ class ResponseBuffer:
         reader: Reader | None = None,
         backlog: Backlog | None = None,
         unread_max: int = UNREAD_TOKENS_MAX,
+        first_token: Callable[[], None] = lambda: None,
     ) -> None:
         self._fail = fail
         self._unread_max = unread_max
+        self._first_token = first_token
         self._backlog = Backlog() if backlog is None else backlog
         # What the backlog contains of this response.
         self._in_backlog = 0
@@ -200,6 +207,7 @@ class ResponseBuffer:
         now = self._clock()
         if self.first_token_at is None:
             self.first_token_at = now
+            self._first_token()
         self._meter.tokens(tokens, now)
         self.reader.notify()
         if unread > SLOW_TOKENS:

@@ -18,7 +18,7 @@ from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import WORKER_WAIT_S, MigrationLimiter, RetryBudget
-from frontend_svc.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.types import RequestOutcome, RequestPlan, Success
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 
@@ -31,7 +31,7 @@ class Gateway:
     request_failed: counts a failed request against a worker; second argument: its peers.
     rng: also makes span ids.
     worker_wait_s: how long a request waits while its model has no worker.
-    successes: the last successful outcome of each model.
+    successes: by model, the greatest success since it was taken.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Gateway:
         self.worker_wait_s = worker_wait_s
         self.backlog = Backlog()
         self._loop = asyncio.get_running_loop()
-        self.successes: dict[str, RequestOutcome] = {}
+        self.successes: dict[str, Success] = {}
         self._open: set[RequestHandle] = set()
 
     @property
@@ -79,8 +79,12 @@ class Gateway:
 
     def closed(self, handle: RequestHandle, model: str, outcome: RequestOutcome) -> None:
         self._open.discard(handle)
-        if outcome.error is None:
-            self.successes[model] = outcome
+        if outcome.error is None and outcome.worker_ids and outcome.placed is not None:
+            has_tokens = handle.machine.plan.body is not None or outcome.usage.completion_tokens > 0
+            self.succeeded(model, Success(has_tokens, outcome.placed.prefill is not None))
+
+    def succeeded(self, model: str, success: Success) -> None:
+        self.successes[model] = max(success, self.successes.get(model, success))
 
     def abort_all(self, error: MeshError) -> list[str]:
         """Ends every open request with `error`; returns their ids."""

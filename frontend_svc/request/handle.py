@@ -22,7 +22,7 @@ from frontend_svc.request.output_blocks import OutputBlockCounter
 from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
-from frontend_svc.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.types import RequestOutcome, RequestPlan, Success
 from frontend_svc.request.worker_pool import WorkerPool
 from frontend_svc.request.worker_waits import WorkerWaits
 
@@ -46,6 +46,8 @@ class SharedParts(Protocol):
     def silent_s(self, worker_id: int, /) -> float: ...
 
     def closed(self, handle: RequestHandle, model: str, outcome: RequestOutcome) -> None: ...
+
+    def succeeded(self, model: str, success: Success, /) -> None: ...
 
 
 class RequestHandle:
@@ -88,6 +90,10 @@ class RequestHandle:
     def fail(self, error: MeshError, reason: str) -> None:
         """Ends the request with `error`. reason: the abort reason that workers receive."""
         self.machine.fail(error, reason)
+
+    def first_token(self) -> None:
+        """Counts the request as a success of its model: its first token has arrived."""
+        self._gateway.succeeded(self._query.model, Success(True, self.machine.is_pair))
 
     # -- RequestPorts ---------------------------------------------------------------------------
 

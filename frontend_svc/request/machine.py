@@ -139,6 +139,11 @@ class RequestMachine:
         # Span that the next leg links to: of prefill, or of the failed leg.
         self._linked_span_id = ""
 
+    @property
+    def is_pair(self) -> bool:
+        """Returns whether the last placement has a prefill and a decode worker."""
+        return self._placed is not None and self._placed.prefill is not None
+
     # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> None:

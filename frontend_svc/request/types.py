@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import MeshError
 from common.request.placement import Decision
@@ -62,6 +63,16 @@ class RequestPlan:
     is_query_only: bool = False
     """Whether the outcome is the placement; it is not booked, and no worker receives the request.
     """
+
+
+class Success(NamedTuple):
+    """What a successful request proves about its model; of two, the greater proves more."""
+
+    has_tokens: bool
+    """Whether a worker has sent tokens, or chunks of a response to a pass-through body."""
+
+    is_pair: bool
+    """Whether a prefill and a decode worker have served it."""
 
 
 @dataclass(frozen=True, slots=True)

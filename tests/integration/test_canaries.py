@@ -215,6 +215,30 @@ async def test_no_canary_is_sent_while_requests_of_clients_succeed() -> None:
         assert age_s < time.monotonic() - began_at, "requests of clients count as canaries"
 
 
+async def test_streams_of_a_full_model_are_successes_before_they_end() -> None:
+    async def full(
+        request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        if (request.stop_conditions.max_tokens or 0) > 1:
+            yield chunk.token(300)
+        await asyncio.Event().wait()
+
+    async with (
+        local_mesh(canary_interval_s=INTERVAL_S, canary_timeout_s=1.0) as mesh,
+        mesh.router(),
+        mesh.worker(RecordingEngine(full)),
+    ):
+        streams = []
+        for _ in range(60):
+            streams.append(asyncio.create_task(mesh.complete(stream=True, max_tokens=9)))
+            # Sleep: the pace of the clients, for three times the limit of canaries.
+            await asyncio.sleep(0.05)
+        assert (await canary(mesh))["status"] == "ok"
+        assert not [n for n in await samples(mesh) if n.startswith("canary_failures_total")]
+        for stream in streams:
+            stream.cancel()
+
+
 async def test_a_model_that_lacks_a_role_fails_without_a_request() -> None:
     config = WorkerConfig(registry="memory", speedup=0.0, canary_idle_s=0.0, role="prefill")
     async with local_mesh(canary_interval_s=INTERVAL_S) as mesh, mesh.router():

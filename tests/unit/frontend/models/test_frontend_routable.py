@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.registry.instances import Instance
-from frontend_svc.models.routable import missing_pair_role, missing_role
+from frontend_svc.models.routable import has_pair, missing_pair_role, missing_role
 
 
 def worker(number: int, role: str, **facts: Any) -> Instance:
@@ -42,6 +42,12 @@ def test_a_model_is_routable_if_its_workers_have_the_required_roles(
     workers: list[Instance], missing: str
 ) -> None:
     assert missing_role(workers) == missing
+
+
+def test_a_pair_is_a_prefill_and_a_decode_worker_of_one_transfer_group() -> None:
+    assert has_pair([worker(1, "prefill"), worker(2, "decode"), worker(3, "aggregated")])
+    assert not has_pair([worker(1, "prefill"), worker(3, "aggregated")])
+    assert not has_pair([worker(1, "prefill"), worker(2, "decode", transfer_group="h")])
 
 
 LOCAL = worker(9, "decode", local_prefill=True)
