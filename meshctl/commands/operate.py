@@ -16,6 +16,8 @@ from meshctl.process.control import NoMesh, request
 
 EXIT_FAILED = 1
 EXIT_NO_MESH = 2
+# Of an answer while the user waits for the completion of a name.
+COMPLETION_TIMEOUT_S = 2.0
 
 log_dir_flag = click.option(
     "--log-dir",
@@ -29,7 +31,9 @@ log_dir_flag = click.option(
 def complete_names(ctx: click.Context, _param: click.Parameter, start: str) -> list[str]:
     """Returns the names of the members of a running `meshctl up`."""
     try:
-        answers = list(request(ctx.params["log_dir"], {"command": "status"}))
+        answers = list(
+            request(ctx.params["log_dir"], {"command": "status"}, timeout_s=COMPLETION_TIMEOUT_S)
+        )
     except NoMesh:
         return []
     names = [member["name"] for answer in answers for member in answer.get("done", ())]

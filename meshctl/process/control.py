@@ -124,18 +124,24 @@ async def _serve(
         await writer.drain()
 
 
-def request(folder: Path, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the lines of the answer. Raises NoMesh."""
+def request(
+    folder: Path, line: dict[str, Any], *, timeout_s: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines of the answer. Raises NoMesh.
+
+    timeout_s: of each line; None: unlimited.
+    """
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        client.settimeout(timeout_s)
         try:
             with short_address(folder) as address:
                 client.connect(address)
             client.sendall(json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise NoMesh(
-                f"no `meshctl up` answers that has its logs in {folder} ({error.strerror}); name"
-                " its folder with --log-dir"
+                f"no `meshctl up` answers that has its logs in {folder}"
+                f" ({error.strerror or error}); name its folder with --log-dir"
             ) from None
         lines = stack.enter_context(client.makefile("rb"))
         is_complete = False
@@ -145,6 +151,7 @@ def request(folder: Path, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 is_complete = "done" in answer or "error" in answer
                 yield answer
         except OSError as error:
-            raise NoMesh(f"the connection to `meshctl up` failed: {error.strerror}") from None
+            problem = error.strerror or error
+            raise NoMesh(f"the connection to `meshctl up` failed: {problem}") from None
         if not is_complete:
             raise NoMesh("`meshctl up` ended before it answered")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from common.errors import InvalidRequest
+from meshctl.commands.drain import command as drain
+from meshctl.commands.operate import complete_names
 from meshctl.process.control import (
     SOCKET_NAME,
     ControlRequest,
@@ -56,6 +62,24 @@ async def test_only_the_same_user_reaches_the_socket(tmp_path: Path) -> None:
     async with control_server(tmp_path, echo):
         assert (tmp_path / SOCKET_NAME).stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / SOCKET_NAME).exists()
+
+
+def test_a_completion_of_names_does_not_wait_for_a_mesh_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshctl.commands.operate.COMPLETION_TIMEOUT_S", 0.05)
+    context = click.Context(drain, obj={})
+    context.params["log_dir"] = tmp_path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / SOCKET_NAME))
+        listener.listen()
+        # In a thread, which does not block the end of the tests.
+        found: queue.Queue[list[str]] = queue.Queue()
+        complete = threading.Thread(
+            target=lambda: found.put(complete_names(context, drain.params[0], "w")), daemon=True
+        )
+        complete.start()
+        assert found.get(timeout=10.0) == []
 
 
 async def test_the_path_may_be_longer_than_that_of_a_socket(tmp_path: Path) -> None:
