@@ -131,6 +131,9 @@ class Admission:
 
     metadata: tuple[tuple[str, str], ...] = ()
 
+    is_operator: bool = False
+    """Whether the caller has the token of operators, in place of a proof."""
+
 
 class CallerCheck:
     """Checks the callers of one server."""
@@ -177,7 +180,7 @@ class CallerCheck:
             return Admission()
         metadata: list[tuple[str, str]] = []
         if self._is_operator(method, header):
-            return Admission(0 if self._members.is_required else None)
+            return Admission(0 if self._members.is_required else None, is_operator=True)
         if self._secret is not None and not (is_open and is_local_peer(context.peer())):
             credential = header if isinstance(header, str) else ""
             metadata.append((REPLY_KEY, self._check_credential(self._secret, method, credential)))

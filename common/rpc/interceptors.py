@@ -225,7 +225,7 @@ class _ServedMethod:
         if self.open_calls is not None:
             self.open_calls.check()
         admission = self.callers.check(self.name, headers, context)
-        bind_caller_id(admission.caller_id)
+        bind_caller_id(admission.caller_id, is_operator=admission.is_operator)
         if self.open_calls is not None:
             return (*admission.metadata, (TIME_KEY, f"{time.time() * 1000:.0f}"))
         return admission.metadata

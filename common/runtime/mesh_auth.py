@@ -90,7 +90,7 @@ def new_call_stamp(address: str, now_s: float) -> str:
 
 def key_fingerprint(mesh_key: str) -> str:
     """Returns what members advertise of the mesh key, so that tools find members with another one;
-    "" without one. It has 24 bits: too few to confirm a guess of a random key."""
+    "" without one. It has 24 bits: they confirm a guess of a short key, and no random one."""
     if not mesh_key:
         return ""
     digest = hashlib.scrypt(mesh_key.encode(), salt=_KEY_SALT, n=1 << 14, r=8, p=1, dklen=3)

@@ -216,3 +216,13 @@ def test_grpcurl_calls_a_mesh_with_a_token_by_the_token_of_operators(
     for headers in ((), ("-H", "authorization: Bearer of the mesh")):
         refused = run(*headers, *call)
         assert "Code: Unauthenticated" in refused.stderr, refused.stdout
+
+
+def test_the_token_of_operators_books_no_request_as_a_frontend(protected_mesh: Mesh) -> None:
+    query = {"model": MODEL, "token_ids": PROMPT}
+    booking = {"book": True, "frontend_id": "7", "key": {"request_id": "r", "attempt": 1}}
+    call = (protected_mesh.router.address, f"{ROUTER}/Route")
+    token = ("-H", "authorization: Bearer of operators")
+    refused = run(*token, "-d", json.dumps({"query": query, **booking}), *call)
+    assert "Code: PermissionDenied" in refused.stderr, refused.stdout
+    assert grpcurl(*token, "-d", json.dumps({"query": query}), *call)
