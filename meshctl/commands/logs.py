@@ -150,16 +150,19 @@ def _has_id(value: object, ids: frozenset[str]) -> bool:
 
 @dataclass
 class _Log:
-    """A log file that services append to; a restart of `up` replaces it."""
+    """A log file that services append to; a restart replaces it, and gives it back if it fails."""
 
     path: Path
     _file: BinaryIO | None = field(default=None, repr=False)
+    _earlier: BinaryIO | None = field(default=None, repr=False)
+    """The file that this one has replaced."""
     _rest: bytes = b""
     _time: str = ""
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._earlier):
+            if file is not None:
+                file.close()
 
     @property
     def name(self) -> str:
@@ -169,8 +172,11 @@ class _Log:
         """Yields the lines that are new since the last call."""
         if self._file is not None and self._is_replaced(self._file):
             yield from self._lines(self._file.read())
-            self._file.close()
-            self._file, self._rest = None, b""
+            earlier, self._earlier = self._earlier, self._file
+            if earlier is not None and self._is_replaced(earlier):
+                earlier.close()
+                earlier = None
+            self._file, self._rest = earlier, b""
         if self._file is None:
             try:
                 self._file = self.path.open("rb")

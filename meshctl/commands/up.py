@@ -321,6 +321,7 @@ class _UpCommand:
             supervisor,
             specs=partial(read_specs, self.options, self.environ),
             rotate_log=self.launcher.rotate_log,
+            restore_log=self.launcher.restore_log,
             last_log_line=self._last_log_line,
             find_missing=partial(find_missing, supervisor, security, self.required),
             stop_listening=self.frontends.close,

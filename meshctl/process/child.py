@@ -184,6 +184,18 @@ class ProcessLauncher:
         """Gives the next process of a service a log of its own; the one before keeps NAME.log.1."""
         self._log_offsets.pop(name, None)
 
+    def restore_log(self, name: str) -> None:
+        """Gives the service before the last `rotate_log` its log back; that of the failed process
+        becomes NAME.log.1."""
+        path = self.log_path(name)
+        kept, failed = path.with_name(f"{path.name}.1"), path.with_name(f"{path.name}.failed")
+        # Without an offset no process has started since.
+        if name in self._log_offsets and path.exists() and kept.exists():
+            path.replace(failed)
+            kept.replace(path)
+            failed.replace(kept)
+        self._log_offsets[name] = 0
+
     def tail(self, name: str) -> list[str]:
         """Returns the last lines of the service's current log, at most TAIL_LINES of its last
         start."""

@@ -47,7 +47,7 @@ class Operations:
     """Changes the members of one mesh.
 
     - specs: returns what the mesh file describes now. Raises MeshFileError.
-    - rotate_log: see `ProcessLauncher`.
+    - rotate_log, restore_log: see `ProcessLauncher`.
     - last_log_line: of a service.
     - find_missing: returns which peers do not send work to a ready member yet.
     - stop_listening: closes the port of a frontend that does not start again.
@@ -60,6 +60,7 @@ class Operations:
         *,
         specs: Callable[[], Sequence[ServiceSpec]],
         rotate_log: Callable[[str], None],
+        restore_log: Callable[[str], None],
         last_log_line: Callable[[str], str],
         find_missing: Callable[[Child], Awaitable[Waiting]],
         stop_listening: Callable[[str], None],
@@ -70,6 +71,7 @@ class Operations:
         self._supervisor = supervisor
         self._specs = specs
         self._rotate_log = rotate_log
+        self._restore_log = restore_log
         self._last_log_line = last_log_line
         self._start_report_s = start_report_s
         self._find_missing = find_missing
@@ -215,6 +217,7 @@ class Operations:
             if step.new_first:
                 await supervisor.end(new)
                 supervisor.remove(new)
+                self._restore_log(step.name)
                 if supervisor.is_given_up(step.name):
                     self._stop_listening(step.name)
             return problem

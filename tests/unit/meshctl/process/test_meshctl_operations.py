@@ -38,6 +38,7 @@ class Bed:
     rotated: list[str] = field(default_factory=list)
     missing: dict[int, str] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
+    restored: list[str] = field(default_factory=list)
 
     def report(self, name: str, state: str, _detail: str) -> None:
         self.reports.append((name, state))
@@ -67,6 +68,7 @@ async def bed(
     specs = [worker(name) for name in names]
     async with running(world, *specs) as supervisor:
         rotated: list[str] = []
+        restored: list[str] = []
         missing: dict[int, str] = {}
         closed: list[str] = []
 
@@ -77,6 +79,7 @@ async def bed(
             supervisor,
             specs=lambda: specs,
             rotate_log=rotated.append,
+            restore_log=restored.append,
             last_log_line=lambda name: f"{name} loads weights",
             start_report_s=0.001,
             find_missing=find_missing,
@@ -85,7 +88,7 @@ async def bed(
             routable_s=routable_s,
         )
         await supervisor.wait_all_ready()
-        yield Bed(world, supervisor, operations, [], rotated, missing, closed)
+        yield Bed(world, supervisor, operations, [], rotated, missing, closed, restored)
 
 
 async def test_of_several_members_one_ends_before_the_next_one_starts() -> None:
@@ -128,6 +131,7 @@ async def test_a_successor_that_does_not_become_routable_ends_and_the_old_one_st
         outcome = await mesh.restart()
         reason = "not routable within 0.01 s: frontend-0 has no stream"
         assert outcome.failed == ("worker-0", reason)
+        assert (mesh.rotated, mesh.restored) == (["worker-0"], ["worker-0"])
         (child,) = mesh.supervisor.children
         assert child.process is mesh.world.processes[0]
         assert child.state is State.READY
