@@ -35,6 +35,7 @@ from common.request.preprocessed import FinishReason, StopConditions, TokenLogpr
 from common.request.token_stream import Hello, RequestFrame, Terminal
 from common.rpc import channel as rpc
 from common.rpc.status import mesh_error_from_rpc
+from common.service.health import MEMBER_SERVICE
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
@@ -462,14 +463,18 @@ async def test_embeddings_are_unimplemented() -> None:
 
 
 async def test_health_reports_the_engine_service() -> None:
+    """Without a registration, no peer can route to the worker: the process is not ready."""
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+    expected = {SERVICE_NAME: serving, MEMBER_SERVICE: serving, "": not_serving}
     async with working(FakeEngine()) as worker:
         stub: Any = health_pb2_grpc.HealthStub(worker.channel)
-        for service in ("", SERVICE_NAME):
-            preprocessed = health_pb2.HealthCheckRequest(service=service)
-            reply: health_pb2.HealthCheckResponse = await rpc.unary(
-                stub.Check, preprocessed, timeout_s=WAIT_S
-            )
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        for service, status in expected.items():
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await rpc.unary(stub.Check, request, timeout_s=WAIT_S)
+            assert reply.status == status, service
 
 
 # -- Attach -----------------------------------------------------------------------------------
