@@ -226,8 +226,8 @@ $(BIN)/meshctl .venv-sglang/bin/meshctl:
 	@bin=$$(realpath $(@D)) && root=$${bin%/*/*} && \
 	site=$$($(@D)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	printf '%s\n' "$$root/protos" "$$root" > "$$site/kvmesh.pth" && \
-	printf '%s\n' '#!/bin/sh' 'exec "$$(dirname "$$(realpath "$$0")")/python" -P -m meshctl "$$@"' > $@.new && \
-	chmod +x $@.new && mv $@.new $@
+	printf '%s\n' '#!/bin/sh' 'exec "$$(dirname "$$(realpath "$$0")")/python" -P -m meshctl "$$@"' > $@.$$$$ && \
+	chmod +x $@.$$$$ && mv $@.$$$$ $@
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/meshctl
 	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@; }'
