@@ -146,7 +146,7 @@ skew: $(VENV)/.dev ## Services of each supported version beside those of this on
 	$(BIN)/python -m tests.chaos.skew $(ARGS)
 
 wheel-test: $(VENV)/.dev ## pip install with and without a C compiler, a mesh from each (5 minutes); last line is JSON
-	$(BIN)/python -m tests.packaging $(ARGS)
+	$(BIN)/python -m tests.wheels $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh

@@ -1,4 +1,4 @@
-"""Installs the package as users do, with and without a C compiler: `python -m tests.packaging`.
+"""Installs the package as users do, with and without a C compiler: `python -m tests.wheels`.
 
 Each case makes a new environment and copies the sources, installs by pip, and starts a mesh in an
 empty folder, which must serve a request and report its build. Packages come from pip's index.
@@ -158,7 +158,7 @@ def _run(command: list[str], more: Mapping[str, str] | None = None) -> str:
 
 def main(argv: list[str]) -> int:
     """Runs the cases; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.packaging", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.wheels", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a name or a part of one")
     own = getattr(sys, "_base_executable", sys.executable)
     parser.add_argument("--python", default=own, help="the Python of the environments")
