@@ -79,7 +79,7 @@ class ServiceSection(_Section):
     """What any service may have."""
 
     settings: Texts = {}
-    """ServiceSection of the service, named as its flags without dashes: `queue_threshold: 2`."""
+    """Settings of the service, named as its flags without dashes: `queue_threshold: 2`."""
     environment: Texts = {}
     """Variables of the processes, such as OMP_NUM_THREADS."""
 
@@ -156,7 +156,7 @@ class MeshFile(_Section):
     live_failures_max: NonNegativeInt | None = None
     pass_environ: tuple[str, ...] = ()
     settings: Texts = {}
-    """ServiceSection of every service: `log_level: debug`."""
+    """Settings of every service: `log_level: debug`."""
     environment: Texts = {}
     """Variables of every service."""
     frontends: FrontendSection = FrontendSection()

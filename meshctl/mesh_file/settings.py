@@ -11,7 +11,7 @@ from common.runtime.config import FILE_SUFFIX, PREFIX, SERVICES
 from meshctl.mesh_file.document import KeyPath
 from meshctl.mesh_file.schema import MeshFile, ServiceSection
 
-# ServiceSection that meshctl gives its services, and the key that sets each; "": none does.
+# Settings that meshctl gives its services, and the key that sets each; "": none does.
 _OWN: Final[Mapping[str, str]] = {
     **{name: name for name in ("namespace", "registry", "registry_path", "consul_url", "drain_s")},
     **{name: f"frontends.{name}" for name in ("http_host", "http_port")},

@@ -121,39 +121,31 @@ class Operations:
         """
         self._check_free()
         self._current = "a restart"
-        return self._restart(steps, report, is_cancelled, new_first)
-
-    async def _restart(
-        self,
-        steps: Sequence[Step],
-        report: Report,
-        is_cancelled: Callable[[], bool],
-        new_first: bool | None = None,
-    ) -> Outcome:
-        try:
-            return await self._replace_all(steps, report, is_cancelled, new_first)
-        finally:
-            self._current = ""
+        return self._replace_all(steps, report, is_cancelled, new_first)
 
     async def _replace_all(
         self,
         steps: Sequence[Step],
         report: Report,
         is_cancelled: Callable[[], bool],
-        new_first: bool | None = None,
+        new_first: bool | None,
     ) -> Outcome:
-        specs = await self._read_specs()
+        """Replaces members, and admits other operations again at its end."""
         replaced: list[Replaced] = []
-        for step in steps:
-            if is_cancelled():
-                return Outcome(replaced, (step.name, "the command was interrupted"))
-            self._current = f"a restart of {step.name}"
-            result = await self._replace_now(step, new_first, specs.get(step.name), report)
-            if isinstance(result, str):
-                report(step.name, "failed", result)
-                return Outcome(replaced, (step.name, result))
-            replaced.append(result)
-        return Outcome(replaced)
+        try:
+            specs = await self._read_specs()
+            for step in steps:
+                if is_cancelled():
+                    return Outcome(replaced, (step.name, "the command was interrupted"))
+                self._current = f"a restart of {step.name}"
+                result = await self._replace_now(step, new_first, specs.get(step.name), report)
+                if isinstance(result, str):
+                    report(step.name, "failed", result)
+                    return Outcome(replaced, (step.name, result))
+                replaced.append(result)
+            return Outcome(replaced)
+        finally:
+            self._current = ""
 
     async def _replace_now(
         self, step: Step, new_first: bool | None, spec: ServiceSpec | None, report: Report
