@@ -56,11 +56,14 @@ def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
     }
 
 
-def request_of(url: str, body: dict[str, Any]) -> bytes:
-    """Returns the bytes of a request; the response ends with the connection."""
+def request_of(
+    url: str, body: dict[str, Any], path: str = "/v1/completions", headers: str = ""
+) -> bytes:
+    """Returns the bytes of a request; the response ends with the connection. headers: more lines,
+    each with its end."""
     data = json.dumps(body).encode()
     return (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n{headers}"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     ).encode() + data
 
@@ -106,8 +109,12 @@ class HttpCall(asyncio.Protocol):
 
 async def connect(url: str, reply: Reply, *, stream: bool) -> HttpCall:
     """Sends the request. Raises OSError if the connection is refused."""
+    body = body_of(reply.prompt, reply.tokens, stream=stream)
+    return await _send(url, request_of(url, body), reply)
+
+
+async def _send(url: str, request: bytes, reply: Reply) -> HttpCall:
     host, _, port = urlsplit(url).netloc.rpartition(":")
-    request = request_of(url, body_of(reply.prompt, reply.tokens, stream=stream))
     reply.begun_at = time.monotonic()
     _, call = await asyncio.get_running_loop().create_connection(
         lambda: HttpCall(request, reply), host, int(port)
@@ -117,19 +124,25 @@ async def connect(url: str, reply: Reply, *, stream: bool) -> HttpCall:
 
 async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
     """Returns the complete response; errors of the mesh are in `error`."""
+    body = body_of(reply.prompt, reply.tokens, stream=stream)
+    await exchange(url, request_of(url, body), reply)
+    if not reply.error:
+        _read(reply)
+    return reply
+
+
+async def exchange(url: str, request: bytes, reply: Reply) -> None:
+    """Sends a request and receives the response up to its end; `error` states if there is none."""
     call = None
     try:
         async with asyncio.timeout(CALL_S):
-            call = await connect(url, reply, stream=stream)
+            call = await _send(url, request, reply)
             await call.ended.wait()
     except OSError as error:  # TimeoutError is one
         reply.error = f"no response: {error!r}"
         if call is not None:
             call.hang_up()
     reply.ended_at = time.monotonic()
-    if not reply.error:
-        _read(reply)
-    return reply
 
 
 def content_of(raw: bytes | bytearray) -> tuple[int, str]:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,9 @@ def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvmesh-chaos-") as name:
         folder = Path(name) if keep_logs is None else keep_logs
-        shape = case.shape
         with Mesh(
             folder,
-            workers=shape.workers,
-            prefill=shape.prefill,
-            decode=shape.decode,
-            routers=shape.routers,
-            indexers=shape.indexers,
-            frontends=shape.frontends,
+            **asdict(case.shape),
             worker_flags=case.worker_flags,
             worker_module=CUT_WORKER_MODULE if case.action == "cut" else WORKER_MODULE,
         ) as mesh:

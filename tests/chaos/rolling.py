@@ -30,11 +30,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
-from tests.chaos.client import HttpCall, Reply, content_of
+from tests.chaos.client import Reply, content_of, exchange, request_of
 from tests.contract.consul_agent import running_agent
 from tests.kit.processes import MODEL, ROOT
 
@@ -220,25 +219,9 @@ class Rolling:
 async def _fetch(url: str, kind: Kind, variant: int) -> Reply:
     """Returns the complete response; errors are in `error`."""
     prompt = f"Prompt {variant} of {kind.path}: " + "able about above accept " * (4 * variant + 1)
-    data = json.dumps({"model": MODEL, **kind.body(prompt)}).encode()
-    host, _, port = urlsplit(url).netloc.rpartition(":")
-    head = (
-        f"POST {kind.path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n"
-        "anthropic-version: 2023-06-01\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    )
-    reply, call = Reply(prompt, TOKENS, begun_at=time.monotonic()), None
-    try:
-        async with asyncio.timeout(CALL_S):
-            _, call = await asyncio.get_running_loop().create_connection(
-                lambda: HttpCall(head.encode() + data, reply), host, int(port)
-            )
-            await call.ended.wait()
-    except OSError as error:  # TimeoutError is one
-        reply.error = f"no response: {error!r}"
-        if call is not None:
-            call.hang_up()
-    reply.ended_at = time.monotonic()
+    body, reply = {"model": MODEL, **kind.body(prompt)}, Reply(prompt, TOKENS)
+    request = request_of(url, body, kind.path, "anthropic-version: 2023-06-01\r\n")
+    await exchange(url, request, reply)
     if not reply.error:
         try:
             reply.status, reply.text = content_of(reply.raw)

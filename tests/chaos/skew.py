@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,15 +151,9 @@ def mesh_of(case: SkewCase, old: Path, folder: Path, agent: ConsulAgent | None) 
     flags: list[str] = [f"--mesh-token={TOKEN}"] if case.has_token else []
     if agent is not None:
         flags += ["--registry=consul", f"--consul-url={agent.url}"]
-    shape = case.shape
     with Mesh(
         folder,
-        workers=shape.workers,
-        prefill=shape.prefill,
-        decode=shape.decode,
-        routers=shape.routers,
-        indexers=shape.indexers,
-        frontends=shape.frontends,
+        **asdict(case.shape),
         worker_flags=[*flags, *model_flags(old), "--speedup=5", "--metrics-port=0"],
         frontend_flags=flags,
         router_flags=flags,

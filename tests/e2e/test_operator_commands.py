@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshctl.cli import application, run_command
-from meshctl.commands.demo import SpanReceiver, run_span_receiver
+from meshctl.commands.demo import SpanReceiver
 from tests.kit.jaeger import jaeger
 from tests.kit.processes import MODEL, Mesh
 from tests.kit.waiting import WAIT_S, wait_for
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.slow
 
 # Several KV blocks long.
 PROMPT = "The five boxing wizards jump quickly over the lazy dog. " * 20
-
-
-@pytest.fixture(scope="module")
-def spans() -> Iterator[tuple[SpanReceiver, str]]:
-    with run_span_receiver() as received:
-        yield received
 
 
 @pytest.fixture(scope="module")
