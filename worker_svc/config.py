@@ -96,7 +96,8 @@ class WorkerConfig(ServiceConfig):
     that the worker has measured."""
     step_limit_s: Annotated[float, Field(ge=0.5)] = 2.0
     """Seconds without a step after which a frontend moves the requests of an engine with short
-    steps. For longer steps the worker measures the limit; docs/operations.md has the formula."""
+    steps. For longer steps the worker measures the limit; docs/operate/failures.md has the
+    formula."""
     step_limit_max_s: Annotated[float, Field(ge=0.5)] = 60.0
     """Largest step limit in seconds, also that of the first step of an engine. Must exceed the
     longest step, graph capture and compilation included."""

@@ -14,8 +14,8 @@ _SAMPLE = "common.kv.prefix_index"
 
 @lru_cache(maxsize=1)
 def is_compiled() -> bool:
-    """Returns whether the processes of this installation run compiled modules. docs/operations.md
-    states what they change."""
+    """Returns whether the processes of this installation run compiled modules.
+    docs/operate/versions.md states what they change."""
     spec = find_spec(_SAMPLE)
     origin = spec.origin if spec is not None else None
     return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))

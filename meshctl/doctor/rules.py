@@ -1,6 +1,6 @@
 """The table of all findings of doctor, with their remedies (pure).
 
-`docs/operations.md` has the same table; a test compares both.
+`docs/operate/doctor.md` has the same table; a test compares both.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ RULES = {
             "model_not_served",
             _ERROR,
             "the test requests of a frontend to a model fail (canaries)",
-            "repair what its stage names (docs/operations.md: How a model that is not served is"
-            " detected); see the findings of routers and workers",
+            "repair what its stage names (docs/operate/failures.md: How a model that is not served"
+            " is detected); see the findings of routers and workers",
         ),
         Rule(
             "frontend_degraded",

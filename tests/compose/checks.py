@@ -40,10 +40,9 @@ meshctl --help > /dev/null || echo "it has no meshctl"
 
 
 def documented_blocks() -> list[str]:
-    """Returns the shell blocks of docs/operations.md about containers that call services."""
-    text = (ROOT / "docs/operations.md").read_text()
-    section = text.partition("\n## Containers\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    """Returns the shell blocks of docs/operate/containers.md that call services."""
+    text = (ROOT / "docs/operate/containers.md").read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     return [block for block in blocks if "grpcurl" in block]
 
 
@@ -66,7 +65,7 @@ def health_cpu_ms(engine: Engine, services: Iterable[str]) -> dict[str, float]:
 def check_documented_calls(engine: Engine, folder: Path) -> None:
     """Runs the documented calls of grpcurl as they stand. Raises AssertionError, EngineFailed."""
     blocks = documented_blocks()
-    assert blocks, "docs/operations.md has no calls of grpcurl"
+    assert blocks, "docs/operate/containers.md has no calls of grpcurl"
     script = folder / "calls.sh"
     script.write_text("set -eux\n" + "\n".join(blocks))
     output = engine.run("bash", str(script), timeout_s=4 * WAIT_S)

@@ -35,7 +35,7 @@ def test_each_supported_version_has_a_descriptor_set_and_a_full_commit() -> None
     for version in versions:
         assert re.fullmatch("[0-9a-f]{40}", version.commit)
         assert version.descriptors.stat().st_size < 200_000
-        assert version.name in (ROOT / "docs/operations.md").read_text()
+        assert version.name in (ROOT / "docs/operate/versions.md").read_text()
 
 
 def test_the_protos_are_compatible_with_each_supported_version(protos: Path) -> None:

@@ -1,7 +1,7 @@
 """Messages of a KV handoff between simulated engines, and their encoding. Pure.
 
 A frame is its length (4 bytes, little endian), the name of the message, a space, and the fields as
-a JSON object. It is the same in all versions that work together (docs/operations.md).
+a JSON object. It is the same in all versions that work together (docs/operate/versions.md).
 """
 
 from __future__ import annotations
