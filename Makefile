@@ -30,7 +30,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -196,6 +196,19 @@ $(CLIENTS)/.evaluation: tests/clients/evaluation/requirements.txt
 	@$(CLIENTS)/evaluation/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r $<
 	@$(CLIENTS)/evaluation/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 && touch $@
 
+# The documentation site has an environment of its own.
+DOCS := .venv-docs
+docs: $(VENV)/.dev $(DOCS)/.ready ## Documentation site in build/site, every link checked (a minute); last line is JSON
+	@$(BIN)/python -m tools.docs site
+
+reference: $(VENV)/.dev ## Write docs/reference from the code: settings, commands, HTTP, gRPC, log events
+	@$(BIN)/python -m tools.docs reference
+
+$(DOCS)/.ready: requirements/docs.txt
+	@$(PY) -m venv $(DOCS)
+	@echo "installing Sphinx into $(DOCS) ..."
+	@$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
 fuzz: $(VENV)/.dev ## 100,000 mutated bodies to all POST routes of a mesh, no 5xx, flat memory (minutes; ARGS='--bodies 2000')
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
@@ -206,6 +219,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
 	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
+	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
 	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt

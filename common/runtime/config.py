@@ -296,6 +296,14 @@ def read_config_or_exit(
         raise SystemExit(2) from None
 
 
+def settings_of(config: type[ServiceConfig], service: str | None) -> list[ConfigSetting]:
+    """Returns the settings of a model in their order.
+
+    service: one of SERVICES; None for a tool. Raises TypeError for a field without a description.
+    """
+    return [ConfigSetting.of(config, name, service) for name in config.model_fields]
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean X?` if one of the known names is similar, else ""."""
     # Common beginnings are not a similarity.
@@ -315,15 +323,15 @@ def _program(service: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """A field with its names. variables: in order of precedence."""
+class ConfigSetting:
+    """A field of a model with its names. variables: in order of precedence."""
 
     name: str
     field: FieldInfo
     variables: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: type[ServiceConfig], name: str, service: str | None) -> _Setting:
+    def of(cls, config: type[ServiceConfig], name: str, service: str | None) -> ConfigSetting:
         field = config.model_fields[name]
         if not field.description:
             raise TypeError(f"{config.__name__}.{name} has no description")
@@ -385,16 +393,28 @@ class _Setting:
     def description(self) -> str:
         return " ".join((self.field.description or "").split())
 
+    @property
+    def default_text(self) -> str:
+        """As users write it; empty: unset."""
+        match self.field.default:
+            case None | "" | ():
+                return ""
+            case bool(is_on):
+                return "on" if is_on else "off"
+            case tuple(names):
+                return ",".join(names)
+            case default:
+                return str(default)
+
     def help_lines(self) -> str:
-        default = self.field.default
         if self.field.is_required():
             text = "required"
-        elif default is None or default in ("", ()):
+        elif not self.default_text:
             text = "unset by default"
-        elif isinstance(default, bool):
-            text = f"{'on' if default else 'off'} by default"
+        elif self.kind is bool:
+            text = f"{self.default_text} by default"
         else:
-            text = f"default {','.join(default) if isinstance(default, tuple) else default}"
+            text = f"default {self.default_text}"
         variables = " or ".join(self.variables)
         metavar = f"[={self.metavar}]" if self.kind is bool else self.metavar
         details = "; ".join(filter(None, (variables, text)))
@@ -417,7 +437,7 @@ def _option(flag: str, metavar: str, text: str, **attributes: Any) -> click.Opti
 class _Given:
     """A text for a setting, and the flag or variable it came from."""
 
-    setting: _Setting
+    setting: ConfigSetting
     source: str
     text: str
 
@@ -451,7 +471,7 @@ class ConfigCommand(click.Command, Generic[ConfigT]):
         """
         self._config = config
         self._service = service
-        self._settings = [_Setting.of(config, field, service) for field in config.model_fields]
+        self._settings = settings_of(config, service)
         self._with_flag = [s for s in self._settings if flags is None or s.name in flags]
         of_fields = [option for setting in self._with_flag for option in setting.options()]
         self._field_options = frozenset(option.name for option in of_fields)
@@ -465,6 +485,11 @@ class ConfigCommand(click.Command, Generic[ConfigT]):
             context_settings={"help_option_names": ["-h", "--help"]},
             **attributes,
         )
+
+    @property
+    def settings_with_flag(self) -> tuple[ConfigSetting, ...]:
+        """The fields of the model that have a flag."""
+        return tuple(self._with_flag)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses what it can; the context keeps the problems."""
@@ -544,7 +569,7 @@ class ConfigCommand(click.Command, Generic[ConfigT]):
             settings = [s for s in self._with_flag if is_common[s.name] is common]
             if settings:
                 with formatter.section(title):
-                    formatter.write("".join(map(_Setting.help_lines, settings)))
+                    formatter.write("".join(map(ConfigSetting.help_lines, settings)))
 
 
 def _gives(word: str, flag: str) -> bool:
@@ -555,7 +580,7 @@ def _gives(word: str, flag: str) -> bool:
 
 
 def _read_flags(
-    ctx: click.Context, settings: Iterable[_Setting], problems: list[str]
+    ctx: click.Context, settings: Iterable[ConfigSetting], problems: list[str]
 ) -> Iterator[_Given]:
     for setting in settings:
         texts = [*(ctx.params.get(setting.name) or ())]
@@ -569,7 +594,7 @@ def _read_flags(
 
 
 def _read_environ(
-    settings: Sequence[_Setting],
+    settings: Sequence[ConfigSetting],
     service: str | None,
     environ: Mapping[str, str],
     problems: list[str],
@@ -602,7 +627,7 @@ def _read_environ(
 
 
 def _read_secret_files(
-    setting: _Setting, source: str, paths: Iterable[str], problems: list[str]
+    setting: ConfigSetting, source: str, paths: Iterable[str], problems: list[str]
 ) -> Iterator[_Given]:
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""The commands of the README work as written."""
+"""The commands of the README and of docs/start.md work as written."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from common.runtime.free_ports import free_ports
 from tests.kit.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = "".join((ROOT / name).read_text() for name in ("README.md", "docs/start.md"))
+# Both pages have the first commands.
+SHELL = list(dict.fromkeys(re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL)))
+PYTHON = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
+YAML = re.findall(r"```yaml\n(.*?)```", PAGES, re.DOTALL)
 WAIT_S = 60.0
 # Commands that a test below runs as written, by their first words.
 RUN_HERE = ("make run", "curl -N", "grpcurl -plaintext")
@@ -30,14 +32,24 @@ RUN_ELSEWHERE = {
 }
 
 
-def test_each_block_of_the_readme_is_run_or_has_a_reason() -> None:
+def test_each_block_of_the_first_pages_is_run_or_has_a_reason() -> None:
     for block in SHELL:
         is_here = block.startswith(RUN_HERE)
         assert is_here != (block.strip() in RUN_ELSEWHERE), f"run this in a test:\n{block}"
     assert {block.strip() for block in SHELL} >= set(RUN_ELSEWHERE)
     assert len(PYTHON) == 1
-    fences = re.findall(r"^```(\w+)$", README, re.MULTILINE)
-    assert len(fences) == len(SHELL) + len(PYTHON), "a block of another language"
+    assert set(re.findall(r"^```(\w+)$", PAGES, re.MULTILINE)) == {"sh", "python", "yaml"}
+
+
+def test_the_first_mesh_file_is_valid(tmp_path: Path) -> None:
+    (text,) = YAML
+    file = tmp_path / "mesh.yaml"
+    file.write_text(text)
+    command = [sys.executable, "-m", "meshctl", "up", "-f", str(file), "--check"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readme_names_make_run_and_the_commands_of_ci() -> None:
@@ -142,8 +154,8 @@ def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 def test_the_commands_that_start_one_service_run_as_written(tmp_path: Path) -> None:
-    (shell,) = re.findall(r"run `(\. \S+/activate)` in a new shell", README)
-    commands = re.findall(r"^\|.*\| `(python -m \w+_svc)` \|", README, re.MULTILINE)
+    (shell,) = re.findall(r"run `(\. \S+/activate)` in a new shell", PAGES)
+    commands = re.findall(r"^\|.*\| `(python -m \w+_svc)` \|", PAGES, re.MULTILINE)
     assert len(commands) == 4
     activate = ROOT / shell.split()[1]
     if not activate.exists():
