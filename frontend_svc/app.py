@@ -13,6 +13,7 @@ from random import Random
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from common.access.key_file import KeyFile
 from common.errors import MeshError, Unavailable
 from common.registry.instances import (
     HTTP_META_KEY,
@@ -35,7 +36,7 @@ from common.service.metrics_server import add_instance_info, add_process_metrics
 from common.streams.stall_clock import TICK_S, StallClock
 from common.trials import constraints
 from common.trials.trials import Trials
-from frontend_svc.access.keys import KeyFile, with_keys
+from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.acknowledgement import Acknowledgement
 from frontend_svc.canaries.monitor import CanaryMonitor

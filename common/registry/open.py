@@ -39,6 +39,14 @@ def open_registry(config: ServiceConfig, members: MemberKeys | None = None) -> R
             raise InvalidRequest(f"unknown registry {other!r}", "registry")
 
 
+def describe_registry(config: ServiceConfig) -> str:
+    """Returns the name of the registry, for messages."""
+    if config.registry == "consul":
+        return f"Consul at {config.consul_url}"
+    path = config.registry_path.resolve()
+    return f"the registry {path}" + ("" if path.is_dir() else " (folder does not exist)")
+
+
 def health_check_meta(
     config: ServiceConfig, address: str, health_port: int | None
 ) -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from common.access.caller import Caller
 from common.api_keys import Permission
-from frontend_svc.access.caller import Caller
 from frontend_svc.openai.body.nvext import AgentHints, Nvext
 from frontend_svc.openai.output.extension import METRICS, QUERY_ONLY
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 
+from common.access.caller import Caller
 from common.errors import Overloaded
-from frontend_svc.access.caller import Caller
 from frontend_svc.errors import TENANT_REASON_PREFIX
 from frontend_svc.members import Members
 

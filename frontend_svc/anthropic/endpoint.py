@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from frontend_svc.access.caller import Caller
+from common.access.caller import Caller
 from frontend_svc.anthropic.message_format import MessageFormat
 from frontend_svc.anthropic.translation import MessagesChat, parse_count, parse_messages
 from frontend_svc.endpoints.endpoint import PostEndpoint

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.access.browser_policy import UNSUPPORTED_MEDIA_TYPE, BrowserPolicy
 from common.errors import MeshError
 from common.runtime.hosts import is_loopback
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp, Message, Receive, Scope, Send, send_response
-from frontend_svc.edge.browser_policy import UNSUPPORTED_MEDIA_TYPE, BrowserPolicy
 from frontend_svc.edge.cors import CorsPolicy, is_preflight
 from frontend_svc.edge.error_response import send_error
 from frontend_svc.errors import HttpError, http_error

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from common.access.browser_policy import ANY_ORIGIN
 from frontend_svc.edge.asgi import Headers
-from frontend_svc.edge.browser_policy import ANY_ORIGIN
 
 _METHODS: Final = (b"GET", b"POST", b"DELETE")
 _EXPOSED_HEADERS: Final = (b"x-request-id", b"request-id", b"retry-after", b"retry-after-ms")

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from common.access.caller import ANONYMOUS
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -29,7 +30,6 @@ from common.request.preprocessed import (
     PreprocessedRequest,
     RequestTracker,
 )
-from frontend_svc.access.caller import ANONYMOUS
 from frontend_svc.access.keys import admit, quota_of
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import parse_qsl
 
+from common.access.caller import ANONYMOUS, Caller
 from common.errors import MeshError
-from frontend_svc.access.caller import ANONYMOUS, Caller
 from frontend_svc.access.keys import admit
 from frontend_svc.edge.asgi import Receive, Scope, Send, send_response
 from frontend_svc.edge.error_response import send_error

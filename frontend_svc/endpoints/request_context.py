@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.access.caller import Caller
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage, PreprocessedRequest, RequestTracker
 from frontend_svc import errors as openai
-from frontend_svc.access.caller import Caller
 from frontend_svc.access.quotas import Quota
 from frontend_svc.edge.asgi import ClientConnection, Headers, Send
 from frontend_svc.endpoints.header_ids import id_headers

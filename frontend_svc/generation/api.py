@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
+from common.access.caller import Caller
 from common.request.preprocessed import PreprocessedRequest
-from frontend_svc.access.caller import Caller
 from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import INLINE_BODY_BYTES, parse_chat, parse_completion

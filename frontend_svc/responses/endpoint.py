@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from common.access.caller import Caller
 from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from frontend_svc.access.caller import Caller
 from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest

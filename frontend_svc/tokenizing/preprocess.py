@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import orjson
 
+from common.access.caller import Caller
 from common.kv.hashing import TokensWithHashes
 from common.request.preprocessed import JsonValue, PreprocessedRequest, to_json_value
-from frontend_svc.access.caller import Caller
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.generation.api import (
     CHAT_COMPLETIONS,

@@ -18,8 +18,7 @@ import click
 import httpx
 
 from common.errors import MeshError, NotFound, Unavailable
-from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
-from meshctl.view.frontend import (
+from common.inspection.gateway import (
     GatewayError,
     api_url,
     chat_chunks,
@@ -27,6 +26,7 @@ from meshctl.view.frontend import (
     find_frontend,
     new_http_client,
 )
+from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
 from meshctl.view.members import names_by_id, read_members
 
 # Facts that the frontend adds to a response; they need the permission `explain`.

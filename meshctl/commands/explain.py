@@ -16,15 +16,15 @@ import click
 from google.protobuf.json_format import MessageToDict
 
 from common.errors import NotFound, Unavailable
+from common.inspection.decisions import read_decision
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
-from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from kvmesh.router.v1 import router_pb2
 from meshctl.options import LOG_FLAGS, LogConfig, MeshCommand, json_flag
 from meshctl.request_files import find_request, log_files, record_files
 from meshctl.view.members import names_by_id, read_members
 from meshctl.view.screen import align
 
-TIMEOUT_S = 5.0
 _HEADER: tuple[str, ...] = (
     *("", "LEG", "WORKER", "ID", "COST", "HIT", "REQUESTS", "PREFILL", "BLOCKS", "INDEX"),
 )
@@ -149,16 +149,9 @@ async def _explain_at(
     """Returns the explanation of a router; None if it has no such decision, or does not respond."""
     security = rpc.security_from_config(config)
     async with rpc.channel(router.address, role="router", security=security) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        request = router_pb2.ExplainRequest(request_id=request_id)
         try:
-            response: router_pb2.ExplainResponse = await rpc.unary(
-                stub.Explain, request, timeout_s=TIMEOUT_S
-            )
-        except NotFound:
-            return None
+            return await read_decision(channel, request_id)
         except Unavailable as error:
             name = router.stable_name or router.address
             sys.stderr.write(f"meshctl explain: {name} does not respond: {error.message}\n")
             return None
-    return response

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import secrets
-import stat
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,6 +13,7 @@ from typing import Any
 
 import click
 
+from common.access.key_file import edited_tenants, remove_key
 from common.api_keys import ApiKey, KeyDocument, Limits, Permission, Tenant, hash_of, parse_keys
 from common.errors import MeshError, NotFound
 from meshctl.options import json_flag
@@ -78,7 +74,7 @@ def create(path: Path, tenant: str, scopes: str, days: float | None, as_json: bo
     TENANT is the name of the client: letters, digits, '.', '_', '-'.
     """
     key, text = _new_key(_read_scopes(scopes), _now(), days)
-    with _edited(path) as tenants:
+    with edited_tenants(path) as tenants:
         _add(tenants, tenant, key)
     _print_new_key(tenant, key, text, as_json=as_json)
 
@@ -106,7 +102,7 @@ def list_(path: Path, as_json: bool) -> None:
 def limits(path: Path, tenant: str, **values: Any) -> None:
     """Sets the limits of a tenant; unset: no limit."""
     new = Limits(**values)
-    with _edited(path) as tenants:
+    with edited_tenants(path) as tenants:
         _limit(tenants, tenant, new)
 
 
@@ -114,8 +110,8 @@ def limits(path: Path, tenant: str, **values: Any) -> None:
 @_id
 def revoke(path: Path, key_id: str) -> None:
     """Removes a key."""
-    with _edited(path) as tenants:
-        _removed(tenants, key_id)
+    with edited_tenants(path) as tenants:
+        remove_key(tenants, key_id)
 
 
 @command.command("rotate", cls=_KeysCommand)
@@ -132,8 +128,8 @@ def rotate(path: Path, key_id: str, days: float | None, overlap_s: float, as_jso
     """Adds a key like another one, which then expires."""
     now = _now()
     end = now + timedelta(seconds=overlap_s)
-    with _edited(path) as tenants:
-        tenant, old = _removed(tenants, key_id)
+    with edited_tenants(path) as tenants:
+        tenant, old = remove_key(tenants, key_id)
         old = old.model_copy(update={"expires": min(old.expires or end, end)})
         key, text = _new_key(old.scopes, now, days)
         _add(tenants, tenant, old, key)
@@ -191,45 +187,6 @@ def _limit(tenants: dict[str, Tenant], name: str, limits: Limits) -> None:
     if name not in tenants:
         raise NotFound(f"no tenant has the name {name!r}")
     tenants[name] = tenants[name].model_copy(update={"limits": limits})
-
-
-def _removed(tenants: dict[str, Tenant], key_id: str) -> tuple[str, ApiKey]:
-    """Removes a key; returns its tenant and the key. Raises NotFound."""
-    for name, tenant in tenants.items():
-        for key in tenant.keys:
-            if key.id == key_id:
-                others = tuple(other for other in tenant.keys if other is not key)
-                tenants[name] = tenant.model_copy(update={"keys": others})
-                return name, key
-    raise NotFound(f"no key has the id {key_id!r}")
-
-
-@contextlib.contextmanager
-def _edited(path: Path) -> Iterator[dict[str, Tenant]]:
-    """Replaces a file, in one step, by the tenants that the block leaves; creates it. Other edits
-    wait."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        document, mode = KeyDocument(), 0o600
-        if path.exists():
-            document, mode = parse_keys(path.read_bytes()), stat.S_IMODE(path.stat().st_mode)
-        tenants = dict(document.tenants)
-        yield tenants
-        document = document.model_copy(update={"tenants": tenants})
-        text = document.model_dump_json(indent=2, exclude_defaults=True).encode() + b"\n"
-        parse_keys(text)
-        new = path.with_name(f".{path.name}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with open(os.open(new, flags, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _print_keys(document: KeyDocument) -> None:

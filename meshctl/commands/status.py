@@ -22,27 +22,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import MeshError, NotFound
+from common.inspection.members import SERVING, read_member
 from common.registry.instances import Instance
+from common.registry.open import describe_registry
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
 from common.service.routable.peers import Routable, WaitingPeer
-from common.service.routable.service import read_routable
-from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from meshctl.completion import complete_members
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
-from meshctl.view.members import describe_registry, find_member, read_members
+from meshctl.view.members import find_member, read_members
 from meshctl.view.screen import align
 
 TIMEOUT_S = 1.0
 EXIT_UNREACHABLE = 2
 UNAUTHENTICATED = "unauthenticated"
-# Health of a worker that responds, but of which the engine fails its probes.
-FAILING = "failing"
 
 # The order in which `meshctl up` starts and shows them.
 _SERVICES = ("frontend", "router", "indexer", "worker")
@@ -150,29 +146,8 @@ def _sort_key(instance: Instance) -> tuple[int, int, list[str | int]]:
 
 async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
     async with rpc.channel(instance.address, role=instance.service, security=security) as channel:
-        try:
-            stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
-            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-            health = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
-            routable = await _read_routable(channel)
-            if instance.service != "worker":
-                return Row(instance, health, routable=routable)
-            load = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
-                engine_pb2.GetLoadRequest(), timeout=TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            return Row(instance, error.code().name.lower())
-        if load.engine_failure:
-            health = FAILING
-        return Row(instance, health, tuple(load.loads), load.engine_failure, routable)
-
-
-async def _read_routable(channel: rpc.MeshChannel) -> Routable | None:
-    """Returns None for a member that does not respond, or is of an earlier version."""
-    try:
-        return await read_routable(channel, timeout_s=TIMEOUT_S)
-    except MeshError:
-        return None
+        state = await read_member(channel, instance.service, timeout_s=TIMEOUT_S)
+        return Row(instance, state.health, state.loads, state.failure, state.routable)
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
@@ -228,4 +203,4 @@ def status(config: ServiceConfig, member: str = "", *, as_json: bool) -> int:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write(describe_failures(rows))
     sys.stderr.write(describe_token_problem(rows, config))
-    return 0 if rows and all(row.health == "serving" for row in rows) else 1
+    return 0 if rows and all(row.health == SERVING for row in rows) else 1

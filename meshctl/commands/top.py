@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from common.inspection.gateway import metrics_url, new_http_client
+from common.inspection.traffic import Sample, Traffic, read_sample, sum_samples, traffic_between
 from meshctl.commands.status import Row, gather
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
-from meshctl.view.frontend import metrics_url, new_http_client
-from meshctl.view.traffic import Sample, Traffic, read_sample, sum_samples, traffic_between
 
 INTERVAL_S = 1.0
 # Of rates and latencies.

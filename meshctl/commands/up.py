@@ -25,7 +25,8 @@ import click
 import httpx
 
 from common.errors import MeshError
-from common.registry.open import open_registry
+from common.inspection import gateway
+from common.registry.open import describe_registry, open_registry
 from common.registry.registry import Registry
 from common.rpc.channel import Security, security_from_config
 from common.runtime.config import ServiceConfig
@@ -49,8 +50,7 @@ from meshctl.process.routable import find_missing
 from meshctl.process.stop_requests import StopAction, StopRequests
 from meshctl.process.supervise import Child, Event, RestartsExhausted, State, Supervisor
 from meshctl.services import ServiceSpec, process_count
-from meshctl.view import frontend as gateway
-from meshctl.view.members import describe_registry, members
+from meshctl.view.members import members
 from meshctl.view.screen import (
     YELLOW,
     Screen,

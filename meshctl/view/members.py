@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from common.errors import NotFound, Unavailable
 from common.registry.instances import Instance, Snapshot
-from common.registry.open import open_registry
+from common.registry.open import describe_registry, open_registry
 from common.registry.registry import Registry
 from common.runtime.config import ServiceConfig, suggest
 
@@ -32,13 +32,6 @@ async def read_members(config: ServiceConfig) -> Snapshot:
 def names_by_id(snapshot: Snapshot) -> dict[str, str]:
     """Returns the stable names of the members by their id in decimal digits."""
     return {str(i.id): i.stable_name for i in snapshot.instances.values() if i.stable_name}
-
-
-def describe_registry(config: ServiceConfig) -> str:
-    if config.registry == "consul":
-        return f"Consul at {config.consul_url}"
-    path = config.registry_path.resolve()
-    return f"the registry {path}" + ("" if path.is_dir() else " (folder does not exist)")
 
 
 def find_member(instances: Iterable[Instance], text: str, config: ServiceConfig) -> Instance:

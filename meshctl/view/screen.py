@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from common.inspection.gateway import chat_body
 from meshctl.process.child import ReadyLine
 from meshctl.process.supervise import (
     BecameReady,
@@ -22,7 +23,6 @@ from meshctl.process.supervise import (
     RestartsExhausted,
     Stopped,
 )
-from meshctl.view.frontend import chat_body
 
 # Of every log line.
 _COMMON_FIELDS = frozenset({"level", "timestamp", "service", "instance", "name", "logger"})

@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.inspection.members import FAILING
 from common.runtime.config import ServiceConfig
-from meshctl.commands.status import FAILING, Row, gather
+from meshctl.commands.status import Row, gather
 from tests.chaos.client import body_of
 from tests.e2e.failing_engine import POISON
 from tests.kit.oracle import Oracle

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from common.access.caller import ANONYMOUS, Caller, KeyTable
+from common.access.key_file import KeyFile
 from common.api_keys import KeyDocument, Permission, Tenant, hash_of, parse_keys
 from common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from common.request.preprocessed import (
@@ -18,8 +20,6 @@ from common.request.preprocessed import (
     SessionControl,
     TokenIds,
 )
-from frontend_svc.access.caller import ANONYMOUS, Caller, KeyTable
-from frontend_svc.access.keys import KeyFile
 from frontend_svc.access.permissions import check_permissions
 from frontend_svc.openai.body.nvext import Nvext
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.access.caller import ANONYMOUS, Caller
 from common.api_keys import Limits
 from common.errors import Overloaded
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.access.caller import ANONYMOUS, Caller
 from frontend_svc.access.quotas import Quota, TenantQuotas
 from frontend_svc.members import Members
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from common.access.key_file import KeyFile
 from common.api_keys import ApiKey, KeyDocument, Permission, Tenant, hash_of
 from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
@@ -25,7 +26,7 @@ from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
 from common.trials.trials import Trials
-from frontend_svc.access.keys import KeyFile, with_keys
+from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from common.access.caller import ANONYMOUS
 from common.request.preprocessed import FinishReason, TokenLogprob, usage
-from frontend_svc.access.caller import ANONYMOUS
 from frontend_svc.endpoints.request_context import Progress
 from frontend_svc.generation.streaming import PART_TOKENS, OpenChoice, ResponseWriter
 from frontend_svc.metrics.families import DeploymentState

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from common.inspection.members import FAILING
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Role, Service
 from common.runtime.config import ServiceConfig
@@ -16,7 +17,6 @@ from common.service.routable.peers import Routable, WaitingPeer
 from kvmesh.types.v1 import load_pb2
 from meshctl.commands.status import (
     EXIT_UNREACHABLE,
-    FAILING,
     Row,
     describe_failures,
     describe_token_problem,

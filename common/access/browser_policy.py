@@ -24,13 +24,19 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class BrowserPolicy:
-    """origins: sites whose pages may send requests, such as https://chat.example.org; `*`: all.
-    hosts: names of this server, besides addresses and localhost. checks_host: whether other names
-    are refused, also without `Origin`."""
+    """What it permits."""
 
     origins: frozenset[str]
+    """Sites whose pages may send requests, such as https://chat.example.org; `*`: all."""
+
     hosts: frozenset[str]
+    """Names of this server, besides addresses and localhost."""
+
     checks_host: bool
+    """Whether other names are refused, also without `Origin`."""
+
+    is_json_only: bool = True
+    """Whether pages may only POST JSON, which they cannot send to other sites unasked."""
 
     def refusal(self, method: str, header_pairs: Headers) -> MeshError | None:
         """Returns the error for a request; None if it is served. header_pairs: with lower-case
@@ -47,6 +53,8 @@ class BrowserPolicy:
         if not self._allows(origin, host):
             text = f"pages of {origin[:256]!r} may not send requests: it is not in --cors-origins"
             return PermissionDenied(text, field="origin")
+        if not self.is_json_only:
+            return None
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if method == "POST" and media_type != b"application/json":
             text = "Invalid header 'content-type': pages must send application/json."

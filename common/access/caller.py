@@ -79,7 +79,11 @@ class KeyTable:
             )
         if len(credentials) > 1:
             raise Unauthenticated("the request has several API keys", reason="SEVERAL_API_KEYS")
-        found = self.callers.get(hash_of(credentials.pop()))
+        return self.find(hash_of(credentials.pop()), now_s)
+
+    def find(self, sha256: str, now_s: float) -> Caller:
+        """Returns the client with the key that has this hash. Raises Unauthenticated."""
+        found = self.callers.get(sha256)
         if found is None:
             raise Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
         caller, key = found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import httpx
 import pytest
 
-from meshctl.view.frontend import GatewayError, chat, chat_body, find_serving_problem
+from common.inspection.gateway import GatewayError, chat, chat_body, find_serving_problem
 
 URL = "http://gateway"
 Handler = Callable[[httpx.Request], httpx.Response]

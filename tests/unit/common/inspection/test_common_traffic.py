@@ -7,8 +7,8 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from common.inspection.traffic import Sample, quantile_ms, read_sample, sum_samples, traffic_between
 from frontend_svc.metrics.families import FrontendMetrics
-from meshctl.view.traffic import Sample, quantile_ms, read_sample, sum_samples, traffic_between
 
 
 def metrics(prefix: str, requests: int, ttft_s: float) -> str:

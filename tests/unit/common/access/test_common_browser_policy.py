@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend_svc.edge.browser_policy import BrowserPolicy
+from common.access.browser_policy import BrowserPolicy
 
 OWN, SITE = "127.0.0.1:8000", "https://chat.example.org"
 LOCAL = BrowserPolicy(frozenset({SITE}), frozenset(), checks_host=True)

@@ -1,4 +1,4 @@
-"""HTTP requests of meshctl to a frontend."""
+"""HTTP requests of tools to a frontend."""
 
 from __future__ import annotations
 

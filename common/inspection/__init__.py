@@ -1,0 +1,1 @@
+"""What tools read of a mesh: members, traffic and decisions."""
