@@ -16,7 +16,7 @@ import grpc.aio
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import Partition, SnapshotChunk, Source, SourcePosition
+from common.kv.events import Partition, SnapshotChunk, Source, SourcePosition, Tier
 from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.rpc.claimed_id import check_claimed_id
@@ -353,7 +353,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             response.sources.add(
                 state=source_state_to_proto(feed.position(source)),
                 status=source_status_to_proto(feed.status(source)),
-                blocks=feed.device_blocks_of(source),
+                blocks=feed.blocks_of(source),
+                host_blocks=feed.blocks_of(source, Tier.HOST),
+                disk_blocks=feed.blocks_of(source, Tier.DISK),
                 partition=partition_to_proto(feed.partition(source)),
                 age_ms=max(0, round((now - feed.last_received_at(source)) * 1000)),
             )

@@ -55,6 +55,8 @@ class Summary:
     """Requests cut to the size of the cache."""
 
     preemptions: int
+    ttft_percentiles_s: tuple[float, ...] = ()
+    """Seconds to the first token at each percentile from 0 to 100; empty without any."""
 
 
 def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
@@ -84,6 +86,7 @@ def summarize(policy: str, routers: int, result: ReplayResult) -> Summary:
         len(outcomes) - len(ends),
         result.truncated,
         result.preemptions,
+        tuple(percentile(ttfts, share / 100) for share in range(101)) if ttfts else (),
     )
 
 

@@ -189,8 +189,9 @@ class IndexFeed:
         """Returns the blocks kept for a known source: advertised, in a snapshot, or buffered."""
         return self._entries[source].retained_blocks
 
-    def device_blocks_of(self, source: Source) -> int:
-        return self._entries[source].advertised.blocks_on(Tier.DEVICE)
+    def blocks_of(self, source: Source, tier: Tier = Tier.DEVICE) -> int:
+        """Returns the blocks of a known source on one tier."""
+        return self._entries[source].advertised.blocks_on(tier)
 
     def advertised(self, source: Source) -> tuple[PrefixIndex, AdvertisedBlocks]:
         """Returns the blocks of a known source and the index to read them with (`chunks`)."""

@@ -40,7 +40,7 @@ from common.namespace import check_namespace
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 
-SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER")
+SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "CONSOLE")
 PREFIX = "KVMESH_"
 # Ends the names of the file of a secret.
 FILE_SUFFIX = "_file"

@@ -8,7 +8,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("common", "frontend_svc", "router_svc", "indexer_svc", "worker_svc", "meshctl")
+SERVICES = (
+    "common",
+    "frontend_svc",
+    "router_svc",
+    "indexer_svc",
+    "worker_svc",
+    "console_svc",
+    "meshctl",
+)
 # Folders of code that is not a test.
 PRODUCT = (*SERVICES, "replay", "tools", "bench", "deploy")
 

@@ -139,7 +139,7 @@ async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
         bed.register_source(source, 5)
         chunk = SnapshotChunk(source, 1, 5, keys(range(1, count)), first=True)
         await bed.ingest.run(feed.load(chunk, 0.0))
-    assert feed.device_blocks_of(A) == feed.device_blocks_of(B) == 0
+    assert feed.blocks_of(A) == feed.blocks_of(B) == 0
     for _ in range(round(SHRINK_GRACE_S) + 3):
         await bed.ticks(1)
         for source in (A, B):  # They continue, slowly.
@@ -164,7 +164,7 @@ async def test_a_source_whose_publisher_reconnected_is_not_reset_on_readmission(
     await bed.ingest.run(feed.load(chunk, bed.now))
     await bed.ticks(3)
     assert feed.status(B).state == "exact"
-    assert feed.device_blocks_of(B) == 10
+    assert feed.blocks_of(B) == 10
 
 
 @pytest.mark.parametrize(

@@ -994,10 +994,16 @@ class SourceStats(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     PARTITION_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Indexed blocks on the device."""
     age_ms: _builtins.int
     """Milliseconds since the last message of its publisher, loads included."""
+    host_blocks: _builtins.int
+    """Indexed blocks in host memory. 0 also from versions before this field."""
+    disk_blocks: _builtins.int
+    """Indexed blocks on disk. 0 also from versions before this field."""
     @_builtins.property
     def state(self) -> Global___SourceState:
         """Its position."""
@@ -1018,10 +1024,12 @@ class SourceStats(_message.Message):
         blocks: _builtins.int = ...,
         partition: Global___Partition | None = ...,
         age_ms: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "state", b"state", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "blocks", b"blocks", "partition", b"partition", "state", b"state", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "blocks", b"blocks", "disk_blocks", b"disk_blocks", "host_blocks", b"host_blocks", "partition", b"partition", "state", b"state", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

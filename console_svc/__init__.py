@@ -1,0 +1,1 @@
+"""The console: web pages that show a mesh to its operators."""

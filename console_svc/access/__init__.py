@@ -1,0 +1,1 @@
+"""Which operators may use the console: logins, sessions, and the gate before all pages."""

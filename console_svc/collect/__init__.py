@@ -1,0 +1,1 @@
+"""Reads the mesh, once for all viewers."""

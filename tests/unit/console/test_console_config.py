@@ -1,0 +1,30 @@
+"""Which settings of a console are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.runtime.config import ConfigError, read_config
+from console_svc.config import ConsoleConfig
+
+
+def problems(*flags: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_config(ConsoleConfig, "CONSOLE", {}, flags)
+    return "; ".join(refused.value.problems)
+
+
+def test_a_console_is_closed_to_other_hosts_by_default() -> None:
+    config, _ = read_config(ConsoleConfig, "CONSOLE", {}, [])
+    assert config.http_host == config.otlp_host == "127.0.0.1"
+    assert "--http-host: '0.0.0.0' is open" in problems("--http-host=0.0.0.0")
+    assert "--otlp-key-file" in problems("--otlp-host=0.0.0.0")
+    flags = ["--http-host=0.0.0.0", "--http-open", "--otlp-host=0.0.0.0", "--otlp-key=secret"]
+    config, _ = read_config(ConsoleConfig, "CONSOLE", {}, flags)
+    assert config.http_open
+
+
+def test_an_unreadable_file_of_keys_is_refused(tmp_path: Path) -> None:
+    assert "--api-keys" in problems(f"--api-keys={tmp_path / 'absent.json'}")
