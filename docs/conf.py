@@ -4,6 +4,8 @@ The source folder is the root of the repository, so that a link between pages is
 in the repository.
 """
 
+from pathlib import Path
+
 project = "KVMesh"
 html_title = "KVMesh"
 root_doc = "docs/index"
@@ -12,12 +14,16 @@ include_patterns = ["docs/**", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.
 exclude_patterns = [".*", "build"]
 source_suffix = {".md": "markdown"}
 
+# A flag begins with two dashes.
+smartquotes = False
+
 # Anchors as those of GitHub, which the links of the repository use.
 myst_heading_anchors = 4
 
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_static/scorer.js")
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["_templates"]
 html_copy_source = False

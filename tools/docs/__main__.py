@@ -49,10 +49,9 @@ def build() -> list[str]:
     done = subprocess.run(
         [*sphinx, *folders], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    warnings = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode and not warnings:
-        return [f"Sphinx ended with status {done.returncode}"]
-    return warnings
+    if done.returncode:
+        return [f"Sphinx ended with status {done.returncode}:\n{done.stderr}"]
+    return [line for line in done.stderr.splitlines() if line.strip()]
 
 
 def build_and_check() -> bool:
