@@ -27,7 +27,6 @@ from frontend_svc.openai.output.extension import ResponseExtension
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, event
 from frontend_svc.request.buffer import Backlog, ResponseBuffer
 from frontend_svc.request.handle import RequestHandle
-from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.text.api_format import (
     ApiFormat,
@@ -242,7 +241,10 @@ class ResponseWriter:
             if open_choice.extension is None
             else self._nvext(open_choice, open_choice.extension, outcome)
         )
-        return open_choice.choice.finish(outcome.finish_reason, sink, nvext)
+        events = open_choice.choice.finish(outcome.finish_reason, sink, nvext)
+        usage = open_choice.choice.usage(outcome.usage)
+        open_choice.buffer.outcome = replace(outcome, usage=usage)
+        return events
 
     def _nvext(
         self, open_choice: OpenChoice, extension: ResponseExtension, outcome: RequestOutcome
@@ -259,13 +261,9 @@ class ResponseWriter:
         return values
 
     def _usage(self) -> CompletionUsage:
-        outcomes = []
-        for open_choice in self._choices:
-            assert open_choice.buffer.outcome is not None, "every choice has finished"
-            usage = open_choice.choice.usage(open_choice.buffer.outcome.usage)
-            outcomes.append(replace(open_choice.buffer.outcome, usage=usage))
-        usage = merge_outcomes(outcomes, self._context.progress.choices_per_prompt).usage
-        return _permitted(self._context, usage)
+        outcome = self._context.progress.outcome
+        assert outcome is not None, "every choice has finished"
+        return _permitted(self._context, outcome.usage)
 
 
 def _form_problem(form: ResponseForm, result: ChoiceResult, raw: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from common.access.caller import ANONYMOUS
-from common.request.preprocessed import FinishReason, TokenLogprob, usage
+from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob, usage
 from frontend_svc.endpoints.request_context import Progress
 from frontend_svc.generation.streaming import PART_TOKENS, OpenChoice, ResponseWriter
 from frontend_svc.metrics.families import DeploymentState
@@ -46,8 +47,8 @@ class RecordedChoice:
 
 
 # Any: parts of an HTTP request, a choice and a format.
-async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> None:
-    """Streams a response, all of whose tokens wait for the client."""
+async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> Progress:
+    """Streams a response, all of whose tokens wait for the client; returns how far it has come."""
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
@@ -57,10 +58,11 @@ async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> None:
     buffer = ResponseBuffer(meter, clock, lambda *_: None, backlog=backlog)
     buffer.tokens(list(range(TOKENS)), ())
     buffer.finished(DONE)
+    progress = Progress(responses=[buffer])
     context = cast(
         Any,
         SimpleNamespace(
-            send=send, connection=None, own_headers=(), caller=ANONYMOUS, progress=Progress()
+            send=send, connection=None, own_headers=(), caller=ANONYMOUS, progress=progress
         ),
     )
     text_format = cast(
@@ -68,6 +70,24 @@ async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> None:
     )
     opened = OpenChoice(choice, cast(Any, SimpleNamespace(stop=lambda: None)), buffer)
     await ResponseWriter(context, [opened], 15.0, backlog).stream(text_format)
+    return progress
+
+
+class StoppedChoice(RecordedChoice):
+    """A choice that a stop string ended after 5 tokens."""
+
+    def usage(self, counts: object) -> object:
+        return replace(cast(CompletionUsage, counts), completion_tokens=5)
+
+
+@pytest.mark.interpreted
+def test_the_outcome_of_a_response_has_the_usage_that_its_client_received() -> None:
+    async def main() -> None:
+        progress = await write(StoppedChoice([0], []), Backlog(), [])
+        assert progress.outcome is not None
+        assert progress.outcome.usage.completion_tokens == 5
+
+    run_virtually(main())
 
 
 # A compiled writer takes no stand-in for a Choice.
