@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -78,6 +79,8 @@ from frontend_svc.routers.session import grpc_session_opener
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import with_metrics_key
 from frontend_svc.routes.table import dispatcher, routes
+from frontend_svc.usage.ledger import UsageCollector, UsageLedger
+from frontend_svc.usage.store import MEMORY, UsageStore
 from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.hit_monitor import HitMonitor
 from frontend_svc.workers.transport import GrpcDialer
@@ -157,6 +160,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         self._canary_task: asyncio.Task[None] | None = None
         self._records = _open_records(config)
+        self._usage = UsageLedger(_open_usage(config, siblings), time.time)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
@@ -261,7 +265,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(CanaryCollector(self._canary_values, prefix))
         metrics.register(WaitCollector(self._awaiting_worker, prefix))
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
-        metrics.register(RecordCollector(self._records.counts, prefix))
+        metrics.register(RecordCollector(self._record_counts, prefix))
+        metrics.register(UsageCollector(self._usage, prefix))
         add_process_metrics(metrics)
         add_instance_info(metrics, "frontend", self.instance_id, self._config.stable_name)
         return metrics
@@ -309,6 +314,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 self._state,
                 self._config,
                 self._records,
+                self._usage,
                 self._hit_monitor.on_request_end,
             ),
             self._trials,
@@ -359,6 +365,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             await self._siblings.close()
         await super().close()
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._usage.store.close, RECORDS_CLOSE_TIMEOUT_S)
 
     async def _measure_stalls(self) -> None:
         loop = asyncio.get_running_loop()
@@ -429,6 +436,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             return found
         return {**dict.fromkeys(self._models.unserved, (False, None)), **found}
 
+    def _record_counts(self) -> dict[str, tuple[int, int]]:
+        """Returns written and dropped records by file; of the usage records, requests."""
+        usage = self._usage.store
+        return {**self._records.counts(), "usage": (usage.written, usage.dropped)}
+
     def _awaiting_worker(self) -> Counter[str]:
         """Returns the number of requests that wait for a worker of each model."""
         counts = Counter(self._models.awaiting)
@@ -474,3 +486,12 @@ def _open_records(config: FrontendConfig) -> RequestRecords:
     audit = open_file("audit_log", config.audit_log)
     trace = open_file("request_trace", config.request_trace)
     return RequestRecords(audit, trace, config.audit_content)
+
+
+def _open_usage(config: FrontendConfig, siblings: Siblings | None) -> UsageStore:
+    file = config.usage_file or (MEMORY if siblings is None else siblings.usage_file)
+    try:
+        return UsageStore(file, config.usage_days)
+    except (OSError, sqlite3.Error) as error:
+        name = flag_name("usage_file")
+        raise ConfigError([f"{name}: {file!r} cannot be opened: {error}"]) from None

@@ -112,6 +112,12 @@ class FrontendConfig(ServiceConfig):
     frontend needs a file of its own. Empty: none."""
     record_file_mb: PositiveInt = 256
     """Size in MB at which these two files are renamed; four older ones of each are kept."""
+    usage_file: str = ""
+    """File of the usage records (SQLite, on a local disk): tokens by hour, tenant, key, model and
+    adapter. Processes and frontends of a host may share it. Empty: records end with the
+    frontend."""
+    usage_days: PositiveInt = 90
+    """Days after which usage records are removed."""
     metrics_prefix: str = "kvmesh_frontend"
     """First part of the metric names. Must match the dashboards."""
     metrics_families: Literal["both", "legacy", "current"] = "both"

@@ -36,6 +36,7 @@ COMMANDS = {
     "export": "write the units of systemd that run a mesh",
     "health": "request the health of a gRPC port",
     "keys": "create, list, revoke and rotate the API keys of clients",
+    "usage": "show the tokens that tenants, keys, models and adapters used",
     "replay": "compare routing policies on a trace, in virtual time",
     "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
 }

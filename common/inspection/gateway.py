@@ -60,6 +60,12 @@ def metrics_url(frontend: Instance) -> str:
     return frontend.meta.get(METRICS_META_KEY, f"{api_url(frontend)}/metrics")
 
 
+def admin_url(frontend: Instance) -> str:
+    """Returns the URL of its routes of administrators, without a path: that of the metrics."""
+    url = httpx.URL(metrics_url(frontend))
+    return str(url.copy_with(path="")).removesuffix("/")
+
+
 def find_frontend(snapshot: Snapshot) -> Instance:
     """Returns a registered frontend. Raises Unavailable."""
     for instance in snapshot.of("frontend"):

@@ -61,7 +61,7 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
         meter.prompt(total_tokens)
         if context.quota is not None:
             context.quota.reserve(total_tokens)
-        context.progress.base_model = model.base
+        context.progress.base_model, context.progress.adapter = model.base, model.adapter
         entries = [b""] * len(inputs)
 
         def on_vector(index: int, vector: Vector) -> None:

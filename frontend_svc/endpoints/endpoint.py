@@ -44,6 +44,7 @@ from frontend_svc.endpoints.header_ids import header_id
 from frontend_svc.endpoints.request_context import HttpRequest, Progress, ended_request
 from frontend_svc.endpoints.request_log import log_request, span_attributes
 from frontend_svc.endpoints.request_records import RequestRecords
+from frontend_svc.endpoints.request_usage import usage_counts, usage_key
 from frontend_svc.endpoints.route import Route
 from frontend_svc.errors import (
     BODY_TOO_LARGE,
@@ -62,6 +63,7 @@ from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import ROOT_CHAIN, PlacementRequest, next_hashes
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.tracing import start_request_span
+from frontend_svc.usage.ledger import UsageLedger
 
 # Of `requests_max`: at most so many requests wait for a configured model that is not served.
 WAITING_SHARE_MAX = 0.25
@@ -83,6 +85,7 @@ class EndpointDependencies:
     state: DeploymentState
     config: FrontendConfig
     records: RequestRecords
+    usage: UsageLedger
     on_request_end: Callable[[RequestOutcome], None]
 
 
@@ -97,6 +100,7 @@ class PostEndpoint(ABC, Generic[P]):
         self._state = dependencies.state
         self._config = dependencies.config
         self._records = dependencies.records
+        self._usage = dependencies.usage
         self._active_requests = 0
 
     @abstractmethod
@@ -193,8 +197,11 @@ class PostEndpoint(ABC, Generic[P]):
         """Closes what counts the request, and writes its log line, span and records."""
         progress = context.progress
         ended = ended_request(context, self._state.clock())
+        counts = usage_counts(ended)
         if context.quota is not None:
-            context.quota.close(ended.used_tokens)
+            context.quota.close(counts.tokens)
+        if counts.requests:
+            self._usage.add(usage_key(ended), counts)
         if progress.meter is not None:
             progress.meter.close()
         context.span.end(partial(span_attributes, ended), ended.error)

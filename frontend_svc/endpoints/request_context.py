@@ -70,6 +70,9 @@ class Progress:
     base_model: str = ""
     """The model itself, or the base model of an adapter; "" if passed through or not known."""
 
+    adapter: str = ""
+    """"" if none."""
+
     choices_per_prompt: int = 1
 
     placements: Sequence[PlacementRequest] = ()
@@ -180,13 +183,6 @@ class EndedRequest:
     """Seconds to the first token; None without one."""
 
     total_ms: float
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens of its prompts and its output."""
-        if self.outcome is None:
-            return 0
-        return self.outcome.usage.prompt_tokens + self.outcome.usage.completion_tokens
 
 
 def ended_request(context: HttpRequest, now_s: float) -> EndedRequest:

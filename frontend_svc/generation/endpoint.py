@@ -126,7 +126,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         requests = _preprocessed(body, model, token_lists, guided, max_tokens)
         self._address(context, model, requests)
         requests = await self._with_media(context, body, model, requests)
-        context.progress.request, context.progress.base_model = requests[0], model.base
+        progress = context.progress
+        progress.request, progress.base_model = requests[0], model.base
+        progress.adapter = model.adapter
         prompt_tokens = check_total_tokens(requests)
         check_echo(body, requests)
         _count_prompts(context, body, requests, prompt_tokens, meter)

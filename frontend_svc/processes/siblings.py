@@ -46,6 +46,11 @@ class Siblings:
         self._metrics = CollectorRegistry()
         self._writing = threading.Lock()
 
+    @property
+    def usage_file(self) -> str:
+        """Path of the usage records of the processes, which end with the frontend."""
+        return str(self._folder / "usage.db")
+
     async def open(self, metrics: CollectorRegistry, readiness: Callable[[], Readiness]) -> None:
         """Answers the other processes from now on."""
 

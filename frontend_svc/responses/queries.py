@@ -14,6 +14,8 @@ from frontend_svc.openai.body.validation_errors import INVALID_VALUE, invalid_va
 from frontend_svc.responses.schema import Include
 
 _NO_EVENTS = "the events of a response are not stored"
+# Parameters that are lists, of all routes.
+_LISTS = frozenset({"include", "group_by"})
 
 
 class ResponseQuery(StrictModel):
@@ -39,13 +41,13 @@ Q = TypeVar("Q", bound=StrictModel)
 
 
 def parse_query(model: type[Q], pairs: Iterable[tuple[str, str]]) -> Q:
-    """pairs: names and values; a list has the name `include` or `include[]`. Raises InvalidRequest
+    """pairs: names and values; a list has a name of `_LISTS`, also with `[]`. Raises InvalidRequest
     with the name of the first invalid parameter."""
     # Any: texts, and lists of texts.
     values: dict[str, Any] = {}
     for name, value in pairs:
         name = name.removesuffix("[]")
-        if name == "include":
+        if name in _LISTS:
             values.setdefault(name, []).append(value)
         else:
             values[name] = value

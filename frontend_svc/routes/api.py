@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 from common.trials.fair_trials import FairTrials
@@ -18,6 +19,7 @@ from frontend_svc.readiness import Readiness
 from frontend_svc.responses.endpoint import ResponsesApi, StoredResponseHandlers
 from frontend_svc.responses.stored import StoredResponses
 from frontend_svc.routes.handlers import HealthHandlers, ModelHandlers
+from frontend_svc.routes.usage import UsageHandlers
 
 
 class ApiDependencies:
@@ -55,6 +57,7 @@ class ApiDependencies:
         self.stored_responses = StoredResponseHandlers(stored)
         self.health = HealthHandlers(endpoints.models, readiness, combine)
         self.models = ModelHandlers(endpoints.models, readiness)
+        self.usage = UsageHandlers(endpoints.usage.store, time.time)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

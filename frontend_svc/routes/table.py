@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from common.api_keys import Permission
+from common.usage import USAGE_PATH
 from frontend_svc.anthropic.endpoint import CountTokensEndpoint, MessagesApi
 from frontend_svc.anthropic.errors import MESSAGES_ERRORS
 from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
@@ -30,6 +31,7 @@ from frontend_svc.routes.handlers import (
     refuse_compaction,
     refuse_rank,
 )
+from frontend_svc.routes.usage import UsageParameters
 from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
 from frontend_svc.tokenizing.endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.tokenizing.preprocess import PreprocessApi, PreprocessEndpoint
@@ -267,6 +269,17 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
             bodies=(ChatRequest, CompletionRequest, ResponsesRequest),
             example={"model": "sim", "messages": _MESSAGES, "max_tokens": 8},
             result="requests: one PreprocessedRequest for each prompt; hashes: those of its blocks",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path=USAGE_PATH,
+        handler=_plain(lambda dependencies: dependencies.usage.list),
+        permission=Permission.ADMIN,
+        operation=Operation(
+            summary="Returns requests and tokens by period, tenant, key, model and adapter",
+            query=UsageParameters,
+            result="a page of buckets, as in OpenAI's usage API",
         ),
     ),
     *_text_tools(""),

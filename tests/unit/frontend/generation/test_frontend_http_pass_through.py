@@ -45,9 +45,12 @@ from frontend_svc.request.placement_request import PlacementKey, PlacementReques
 from frontend_svc.request.types import RequestOutcome
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.table import dispatcher, routes
+from frontend_svc.usage.ledger import UsageLedger
+from frontend_svc.usage.store import MEMORY, UsageStore
 from frontend_svc.workers.client import EngineClient
 from tests.kit.catalogs import follow_and_load
 from tests.kit.placements import decided
+from tests.kit.waiting import WAIT_S
 from tests.sim.pulled_transport import PulledTransport
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
 from worker_svc.engines.echo import EchoConfig, EchoEngine
@@ -162,6 +165,7 @@ async def served(
     await follow_and_load(models, snapshot)
     ready = Readiness(True, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
+    usage = UsageStore(MEMORY, 1)
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, Members(snapshot))
         ended: list[RequestOutcome] = []
@@ -171,6 +175,7 @@ async def served(
             DeploymentState(models.names),
             FrontendConfig(keep_alive_s=keep_alive_s),
             RequestRecords(None, None, "none"),
+            UsageLedger(usage, lambda: 0.0),
             ended.append,
         )
         api = ApiDependencies(dependencies, Trials(()), None, lambda: ready, alone, lambda: b"")
@@ -186,6 +191,7 @@ async def served(
             yield mesh
         server.should_exit = True
         await serving
+    usage.close(WAIT_S)
     assert gateway.open_requests == 0
     assert runner.open_requests == 0
 

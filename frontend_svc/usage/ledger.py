@@ -1,0 +1,66 @@
+"""The use of the requests of one process: since its start for metrics, by hour in the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from common.usage import DIMENSIONS, UsageCounts, UsageKey
+from frontend_svc.usage.accounting import NO_USE
+from frontend_svc.usage.store import UsageStore
+
+# Keys that a process counts apart, so that adapters and new API keys cannot create more series.
+KEYS_MAX = 2048
+# The key of all others.
+OTHER_KEY = UsageKey("other", "other", "other", "other")
+
+_METRICS: Mapping[str, str] = {
+    "requests": "Ended requests for which a placement was requested",
+    "failed_requests": "Those with an error, or whose client disconnected",
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts that were in the KV cache",
+    "output_tokens": "Tokens of responses",
+}
+
+
+class UsageLedger:
+    """Counts ended requests. now_s: returns Unix seconds.
+
+    The event loop's thread counts; a scrape may read from another thread.
+    """
+
+    def __init__(self, store: UsageStore, now_s: Callable[[], float]) -> None:
+        self.store = store
+        self._now_s = now_s
+        self._totals: dict[UsageKey, UsageCounts] = {}
+
+    def add(self, key: UsageKey, counts: UsageCounts) -> None:
+        """Counts one request."""
+        if key not in self._totals and len(self._totals) >= KEYS_MAX:
+            key = OTHER_KEY
+        self._totals[key] = self._totals.get(key, NO_USE) + counts
+        self.store.put(key, counts, self._now_s())
+
+    @property
+    def totals(self) -> Mapping[UsageKey, UsageCounts]:
+        """The counts since the start of the process."""
+        return self._totals.copy()
+
+
+class UsageCollector(Collector):
+    """The counts of a ledger. prefix: of the metric names."""
+
+    def __init__(self, ledger: UsageLedger, prefix: str) -> None:
+        self._ledger = ledger
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        totals = self._ledger.totals
+        for name, text in _METRICS.items():
+            family = CounterMetricFamily(f"{self._prefix}_usage_{name}", text, labels=DIMENSIONS)
+            for key, counts in totals.items():
+                labels = (key.tenant, key.key, key.model, key.adapter)
+                family.add_metric(labels, getattr(counts, name))
+            yield family
