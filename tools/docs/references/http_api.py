@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 
 # Any: of JSON.
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from frontend_svc.endpoints.route import PATH_PARAMETER, Route
 from frontend_svc.routes.document import api_document
@@ -77,13 +84,44 @@ def _object(name: str, schema: Schema) -> Iterator[str]:
     if not fields:
         yield f"{_type(schema)}."
         return
+    meanings = {key: text for cls in _models(name) for key, text in _field_texts(cls).items()}
     yield table(
         ["field", "value", "default", "meaning"],
         (
-            [code(field), _type(value), _default(value, field in required), _meaning(value)]
+            [
+                code(field),
+                _type(value),
+                _default(value, field in required),
+                prose(meanings.get(field, "")),
+            ]
             for field, value in fields.items()
         ),
     )
+
+
+def _models(name: str) -> Iterator[type]:
+    """Yields the models of a name with their bases, the most general first."""
+    waiting: list[type] = [BaseModel]
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        if cls.__name__ == name and cls.__module__.startswith("frontend_svc."):
+            yield from (base for base in reversed(cls.__mro__) if issubclass(base, BaseModel))
+
+
+@cache
+def _field_texts(cls: type) -> Mapping[str, str]:
+    """Returns the texts below the fields of a class, without those of its bases."""
+    if not cls.__module__.startswith("frontend_svc."):
+        return {}
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for field, below in pairwise(node.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = text
+    return found
 
 
 def _default(schema: Schema, is_required: bool) -> str:
@@ -91,10 +129,6 @@ def _default(schema: Schema, is_required: bool) -> str:
         return "required"
     default = schema.get("default")
     return "" if default is None else code(json.dumps(default))
-
-
-def _meaning(schema: Schema) -> str:
-    return prose(schema.get("description", ""))
 
 
 def _type(schema: Schema) -> str:
