@@ -44,6 +44,12 @@ def test_every_page_of_docs_is_in_the_navigation() -> None:
     assert not missing, "add them to a toctree of docs/index.md"
 
 
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    numbers = {Path(name).name[:4] for name in tracked_files("docs/adr/*.md")} - {"0000"}
+    rows = re.findall(r"^\| \[(\d{4})\]", (ROOT / "docs/adr/0000-index.md").read_text(), re.M)
+    assert sorted(rows) == sorted(numbers)
+
+
 def test_a_dead_file_and_a_dead_anchor_are_found_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# Other\n\n## Same\n\n## Same\n")
     page = tmp_path / "page.md"
