@@ -48,8 +48,7 @@ _HEADERS: Final = {
     b"content-security-policy": PAGE_POLICY.encode(),
     b"x-content-type-options": b"nosniff",
     b"x-frame-options": b"DENY",
-    # Without a referrer, browsers send `Origin: null` with the forms of login and logout.
-    b"referrer-policy": b"same-origin",
+    b"referrer-policy": b"no-referrer",
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
 }
