@@ -11,7 +11,10 @@ from tools.docs.references.text import code, page, table
 from tools.style.names import LOG_METHODS, LOGGERS
 from tools.style.sources import modules
 
-SERVICES: Final = ("frontend_svc", "router_svc", "indexer_svc", "worker_svc", "common")
+SERVICES: Final = (
+    *("frontend_svc", "router_svc", "indexer_svc", "worker_svc", "console_svc"),
+    *("meshctl", "common"),
+)
 _NOTE: Final = """Each line of a log is a JSON object (`--log-format console` is for reading it \
 directly) with `event`, `level`, `timestamp`, `instance`, `name` and the fields of the event. \
 [`meshctl logs`](../operations.md#meshctl-logs) merges the logs of a mesh. The module in the last \

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from common.runtime.config import FILE_SUFFIX, ConfigSetting, ServiceConfig, flag_name, settings_of
+from console_svc.config import ConsoleConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from router_svc.config import RouterConfig
@@ -17,6 +18,7 @@ SERVICES: Final[dict[str, type[ServiceConfig]]] = {
     "router": RouterConfig,
     "indexer": IndexerConfig,
     "worker": WorkerConfig,
+    "console": ConsoleConfig,
 }
 COLUMNS: Final = ("flag and variable", "value", "default", "meaning")
 # By the end of a name; the first that fits.
