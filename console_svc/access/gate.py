@@ -48,7 +48,8 @@ _HEADERS: Final = {
     b"content-security-policy": PAGE_POLICY.encode(),
     b"x-content-type-options": b"nosniff",
     b"x-frame-options": b"DENY",
-    b"referrer-policy": b"no-referrer",
+    # Without a referrer, browsers send `Origin: null` with the forms of login and logout.
+    b"referrer-policy": b"same-origin",
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
 }

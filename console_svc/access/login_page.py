@@ -18,8 +18,8 @@ from console_svc.access.sessions import LONGEST_S
 
 BODY_BYTES_MAX: Final = 4096
 _POLICY: Final = (
-    "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
 )
 _STYLE: Final = (Path(__file__).parent.parent / "assets" / "login.css").read_text()
 _WITH_KEY: Final = """
@@ -119,6 +119,7 @@ def _page(head: str, text: str, status: int) -> HTMLResponse:
     document = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
         f"<title>KVMesh console</title><style>{_STYLE}</style></head>"
         f"<body><main><h1>KVMesh console</h1>{text}</main></body></html>"
     )

@@ -50,9 +50,10 @@ def row_of(trace: StoredTrace) -> RequestRow | None:
     if root is None:
         return None
     attributes = root.attributes
+    # Both legs of a split request are submitted at once.
     legs = sorted(
         (span for span in trace.spans.values() if span.service == "worker"),
-        key=lambda span: span.start_ns,
+        key=lambda span: (span.attributes.get("disagg_role") == "decode", span.start_ns),
     )
     roles = [span.attributes.get("disagg_role", "") for span in legs]
     placed = [s for s in trace.spans.values() if "predicted_cached_tokens" in s.attributes]

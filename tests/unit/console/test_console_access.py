@@ -206,6 +206,8 @@ async def test_pages_have_a_content_policy_and_are_not_stored(gate: Gate, logins
     assert "default-src 'self'" in headers["content-security-policy"]
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["cache-control"] == "no-store"
+    # Else the forms of login and logout have the origin `null`, which is refused.
+    assert headers["referrer-policy"] == "same-origin"
     _, headers = await get(gate, "/static.js", cookie=cookie)
     assert headers["cache-control"] == "max-age=1"
 

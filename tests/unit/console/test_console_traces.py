@@ -33,13 +33,14 @@ def span(
     ms: int = 1,
     links: Iterable[int] = (),
     attributes: Mapping[str, str] | None = None,
+    member: str = "",
 ) -> Span:
     return Span(
         trace_id=trace,
         span_id=f"{id_:016x}",
         parent_id=f"{parent:016x}" if parent else "",
         service=service,
-        member=f"{service}-0",
+        member=member or f"{service}-0",
         name=f"span-{id_}",
         start_ns=start_ms * MS,
         end_ns=(start_ms + ms) * MS,
@@ -57,8 +58,8 @@ def disaggregated(trace: str) -> list[Span]:
     prefill = {"disagg_role": "prefill", "gen_ai.usage.cache_read.input_tokens": "16"}
     decode = {"disagg_role": "decode"}
     return [
-        span(trace, 4, 1, start_ms=14, ms=20, links=[3], attributes=decode),
-        span(trace, 3, 1, start_ms=4, ms=9, attributes=prefill),
+        span(trace, 4, 1, start_ms=3, ms=31, links=[3], attributes=decode, member="d"),
+        span(trace, 3, 1, start_ms=4, ms=9, attributes=prefill, member="p"),
         span(trace, 2, 1, service="router", start_ms=2, attributes=predicted),
         span(trace, 1, 0, service="frontend", start_ms=0, ms=40, attributes=root),
     ]
@@ -74,8 +75,8 @@ def test_the_tree_has_parents_before_children_and_the_link_from_prefill_to_decod
         assert [(s.name, s.depth, s.start_ms) for s in trace.spans] == [
             ("span-1", 0, 0.0),
             ("span-2", 1, 2.0),
+            ("span-4", 1, 3.0),
             ("span-3", 1, 4.0),
-            ("span-4", 1, 14.0),
         ]
         (link,) = trace.links
         assert (int(link.from_id, 16), int(link.to_id, 16)) == (3, 4)
@@ -164,6 +165,7 @@ def test_a_request_is_listed_from_its_spans_and_its_record_has_precedence() -> N
     log = RequestLog(10)
     (row,) = log.newest(store)
     assert (row.request_id, row.client_id, row.is_split) == ("r1", "mine", True)
+    assert row.workers == ("p", "d")
     assert (row.predicted_cached_tokens, row.cached_tokens) == (32, 16)
     log.add([RequestRow("r1", trace_id(1), received_s=1.0, total_ms=3.0)])
     (row,) = log.newest(store)
