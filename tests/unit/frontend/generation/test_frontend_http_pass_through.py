@@ -26,6 +26,7 @@ from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
 from common.trials.trials import Trials
+from common.usage import UsageCounts, UsageKey
 from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.config import FrontendConfig
@@ -50,7 +51,7 @@ from frontend_svc.usage.store import MEMORY, UsageStore
 from frontend_svc.workers.client import EngineClient
 from tests.kit.catalogs import follow_and_load
 from tests.kit.placements import decided
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 from tests.sim.pulled_transport import PulledTransport
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput
 from worker_svc.engines.echo import EchoConfig, EchoEngine
@@ -132,10 +133,17 @@ async def alone(own: Readiness) -> Readiness:
 
 
 class Mesh:
-    """The API and its parts. ended: outcomes that the API reported."""
+    """The API and its parts. ended: outcomes that the API reported. usage: what it counted."""
 
-    def __init__(self, http: httpx.AsyncClient, router: OneWorker, runner: Runner) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        router: OneWorker,
+        runner: Runner,
+        usage: UsageLedger,
+    ) -> None:
         self.http = http
+        self.usage = usage
         self.router = router
         self.runner = runner
         self.ended: list[RequestOutcome] = []
@@ -165,7 +173,8 @@ async def served(
     await follow_and_load(models, snapshot)
     ready = Readiness(True, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
-    usage = UsageStore(MEMORY, 1)
+    usage_store = UsageStore(MEMORY, 1)
+    usage = UsageLedger(usage_store, lambda: 0.0)
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, Members(snapshot))
         ended: list[RequestOutcome] = []
@@ -175,7 +184,7 @@ async def served(
             DeploymentState(models.names),
             FrontendConfig(keep_alive_s=keep_alive_s),
             RequestRecords(None, None, "none"),
-            UsageLedger(usage, lambda: 0.0),
+            usage,
             ended.append,
         )
         api = ApiDependencies(dependencies, Trials(()), None, lambda: ready, alone, lambda: b"")
@@ -186,12 +195,12 @@ async def served(
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-            mesh = Mesh(http, router, runner)
+            mesh = Mesh(http, router, runner, usage)
             mesh.ended = ended
             yield mesh
         server.should_exit = True
         await serving
-    usage.close(WAIT_S)
+    usage_store.close(WAIT_S)
     assert gateway.open_requests == 0
     assert runner.open_requests == 0
 
@@ -229,6 +238,8 @@ async def test_without_a_stream_the_chunks_are_merged_into_one_response() -> Non
         assert whole["choices"][0]["message"] == {"role": "assistant", "content": "one two"}
         assert whole["choices"][0]["finish_reason"] == "stop"
         assert whole["usage"]["total_tokens"] == 4, "the counts of the engine, in words"
+        await until(lambda: mesh.usage.totals, "the request is counted")
+        assert mesh.usage.totals == {UsageKey(model="talk"): UsageCounts(1, 0, 2, 0, 2)}
 
 
 @pytest.mark.row("S0-43")

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from common.errors import InvalidRequest, Unavailable
+from common.runtime.config import ConfigError
 from common.usage import (
     DAY_S,
     DIMENSIONS,
@@ -26,6 +27,8 @@ from common.usage import (
     UsageQuery,
     total,
 )
+from frontend_svc.app import _open_usage
+from frontend_svc.config import FrontendConfig
 from frontend_svc.responses.queries import parse_query
 from frontend_svc.routes.usage import UsageParameters, usage_query
 from frontend_svc.usage import ledger, store
@@ -173,6 +176,14 @@ def test_a_file_of_a_newer_version_or_that_is_none_is_refused(tmp_path: Path) ->
         UsageStore(str(none), 1)
     with pytest.raises(OSError, match="No such file"):
         UsageStore(str(tmp_path / "missing" / "usage.db"), 1)
+
+
+def test_a_setting_with_an_unusable_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "usage.db"
+    with pytest.raises(ConfigError) as raised:
+        _open_usage(FrontendConfig(usage_file=str(path)), None)
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"--usage-file: '{path}' cannot be opened")
 
 
 def test_pages_end_at_a_bucket_and_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
