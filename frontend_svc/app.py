@@ -7,7 +7,7 @@ import contextlib
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -137,6 +137,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self.instance_id,
             self._place_locally,
             has_workers=lambda query: has_workers(self._members.snapshot, query),
+            awaiting=self._awaiting_by_model,
             open_session=grpc_session_opener(self._security),
             rng=self._rng,
             stalled_s=stalled_s,
@@ -445,6 +446,14 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         """Returns the number of requests that wait for a worker of each model."""
         counts = Counter(self._models.awaiting)
         counts.update(self.gateway.worker_waits.counts())
+        return counts
+
+    def _awaiting_by_model(self) -> Mapping[str, int]:
+        """Returns `_awaiting_worker` with aliases as the models that they stand for."""
+        counts: dict[str, int] = {}
+        for name, count in self._awaiting_worker().items():
+            model = self._models.resolve(name)
+            counts[model] = counts.get(model, 0) + count
         return counts
 
     def _readiness(self) -> Readiness:

@@ -21,6 +21,8 @@ from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.acknowledgement import Acknowledgement
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.replicas import TICK_S as REPLICAS_TICK_S
+from router_svc.core.replicas import Replicas
 from router_svc.core.router import Router
 from router_svc.fleet_watch import FleetWatch
 from router_svc.hashing import HasherCache
@@ -91,13 +93,17 @@ class RouterApp(ServiceApp[RouterConfig]):
             clock,
             follows_events=index_settings.follows_events,
         )
-        self.metrics = Metrics(self.router, self.index, self.peers.replica, clock=clock)
+        self.replicas = Replicas(self.router, config.scaling)
+        self.metrics = Metrics(
+            self.router, self.index, self.peers.replica, self.replicas, clock=clock
+        )
         self._service = RouterService(
             self.router,
             self.instance_id,
             self.metrics,
             hasher_cache=HasherCache(config.mesh_key.encode()),
             peers=self.peers,
+            replicas=self.replicas,
             track_output_blocks=config.track_output_blocks,
             rng=rng,
             clock=clock,
@@ -131,6 +137,7 @@ class RouterApp(ServiceApp[RouterConfig]):
         lifecycle.spawn(watch.run(), name="fleet watch")
         lifecycle.spawn(self.index.run(), name="index replica")
         lifecycle.spawn(self._tick(), name="tick")
+        lifecycle.spawn(self._recommend(), name="recommended replicas")
         await self._wait_until_current(lifecycle, watch)
         await self._start_servers()
         await lifecycle.health.set(SERVICE_NAME, True)
@@ -157,6 +164,11 @@ class RouterApp(ServiceApp[RouterConfig]):
         """Ends the sessions, which have no end of their own, and waits for calls."""
         self._service.end_sessions()
         return await super().drain(grace_s)
+
+    async def _recommend(self) -> None:
+        while True:
+            await asyncio.sleep(REPLICAS_TICK_S)
+            self.replicas.tick(self._clock())
 
     async def _tick(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from pydantic import (
 
 from common.runtime.config import ConfigError, ServiceConfig, Share
 from common.runtime.plugins import check_plugin_name, import_factory
+from common.scaling.pool import ScalingSettings
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
@@ -83,6 +84,7 @@ def _validate_selector(name: str) -> str:
 
 
 _APPROX_DEFAULTS = ApproxLimits()
+_SCALING_DEFAULTS = ScalingSettings()
 
 
 class RouterConfig(ServiceConfig):
@@ -208,6 +210,27 @@ class RouterConfig(ServiceConfig):
     worse than a refused request."""
     active_prefill_tokens_threshold_frac: NonNegativeFloat | None = None
     """The same limit in batches of the worker, for workers of different size."""
+    scaling_ttft_target_s: PositiveFloat = _SCALING_DEFAULTS.ttft_target_s
+    """Recommended worker counts keep the 95th percentile of the time to the first token below it,
+    in seconds. Must exceed that of the longest usual prompt on an idle worker."""
+    scaling_itl_target_s: PositiveFloat = _SCALING_DEFAULTS.itl_target_s
+    """They keep the time between two tokens below it, in seconds."""
+    scaling_min: Annotated[int, Field(ge=0, le=10_000)] = _SCALING_DEFAULTS.floor
+    """Fewest recommended workers of a model and role. 0: a model without requests sleeps."""
+    scaling_max: Annotated[int, Field(ge=1, le=10_000)] = _SCALING_DEFAULTS.ceiling
+    """Most recommended workers of a model and role."""
+    scaling_budget: Annotated[int, Field(ge=1)] | None = _SCALING_DEFAULTS.budget
+    """Most recommended workers of all models and roles together. Unset: no limit."""
+    scaling_up_window_s: NonNegativeFloat = _SCALING_DEFAULTS.up_window_s
+    """Seconds for which more workers must be needed before a count rises."""
+    scaling_down_window_s: Annotated[float, Field(ge=60, le=86_400)] = (
+        _SCALING_DEFAULTS.down_window_s
+    )
+    """Seconds for which fewer workers must be enough before a count falls."""
+    scaling_pending_s: NonNegativeFloat = _SCALING_DEFAULTS.pending_s
+    """Longest start of a worker in seconds. For so long a missing worker counts as starting."""
+    scaling_sleep_s: Annotated[float, Field(ge=1)] = _SCALING_DEFAULTS.sleep_after_s
+    """Seconds without a request after which a model sleeps, if scaling_min is 0."""
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -217,7 +240,23 @@ class RouterConfig(ServiceConfig):
             policy = f"--bypass-policy={self.bypass_policy}"
             required = f"{policy} requires it, or --queue-threshold"
             found.append(f"bypass_prefill_busy_threshold: {required}")
+        if self.scaling_min > self.scaling_max:
+            found.append(f"scaling_min: {self.scaling_min} exceeds scaling_max {self.scaling_max}")
         return found
+
+    @property
+    def scaling(self) -> ScalingSettings:
+        return ScalingSettings(
+            ttft_target_s=self.scaling_ttft_target_s,
+            itl_target_s=self.scaling_itl_target_s,
+            floor=self.scaling_min,
+            ceiling=self.scaling_max,
+            budget=self.scaling_budget,
+            up_window_s=self.scaling_up_window_s,
+            down_window_s=self.scaling_down_window_s,
+            pending_s=self.scaling_pending_s,
+            sleep_after_s=self.scaling_sleep_s,
+        )
 
     @property
     def policy(self) -> Policy:

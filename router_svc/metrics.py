@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
 from common.request.placement import Query
@@ -19,6 +21,7 @@ from router_svc.core.decision import DecisionRecord
 from router_svc.core.pairing import BYPASS_REASONS
 from router_svc.core.placement import FALLBACK_REASONS
 from router_svc.core.query import block_size_of, bookable_decode_blocks
+from router_svc.core.replicas import Replicas
 from router_svc.core.replication import Replica
 from router_svc.core.router import Router
 from router_svc.core.sessions import AFFINITY_OUTCOMES
@@ -44,10 +47,13 @@ class Metrics:
         router: Router,
         index: IndexReplica | None = None,
         replica: Replica | None = None,
+        replicas: Replicas | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
+        if replicas is not None:
+            self.registry.register(ReplicasCollector(replicas))
         self._add_request_metrics(router.selector.name)
         self.registry.register(
             StateCollector(PREFIX, partial(_read_state, router, index, replica, clock))
@@ -132,6 +138,31 @@ class Metrics:
     ) -> dict[str, Counter]:
         counter = self._counter(name, text, label)
         return {value: counter.labels(value) for value in values}
+
+
+class ReplicasCollector(Collector):
+    """The recommended number of workers of each pool, see docs/scaling.md. Values of `model` are
+    models of the registry and of the configuration of frontends."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        pool = ("model", "role")
+        text = "Workers that the load needs, by why; the greatest value of all routers counts."
+        recommended = self._gauge("recommended_workers", text, (*pool, "reason"))
+        present = self._gauge("pool_workers", "Workers that serve.", pool)
+        text = "1 if no worker of the model is there or needed: it wakes at a request."
+        asleep = self._gauge("pool_asleep", text, pool)
+        for key, found in self._replicas:
+            advice = found.advice
+            recommended.add_metric((*key, advice.reason), advice.replicas)
+            present.add_metric(key, found.sample.present)
+            asleep.add_metric(key, found.state == "asleep")
+        yield from (recommended, present, asleep)
+
+    def _gauge(self, name: str, text: str, labels: Sequence[str]) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
 
 
 def _read_state(

@@ -15,7 +15,9 @@ from router_svc.core.candidate import LoadTotals
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
+from router_svc.core.pools import PoolKey
 from router_svc.core.query import HASH_BYTES, validate_query
+from router_svc.core.replicas import PoolReplicas
 from router_svc.core.replication import Frame, PlacedPrompt
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
@@ -211,6 +213,18 @@ def load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.Potentia
         potential_prefill_tokens=load.prefill_tokens,
         potential_decode_blocks=load.decode_blocks,
         active_requests=load.requests,
+    )
+
+
+def pool_to_proto(key: PoolKey, pool: PoolReplicas) -> router_pb2.PoolReplicas:
+    return router_pb2.PoolReplicas(
+        model=key.model,
+        role=key.role,
+        present=pool.sample.present,
+        recommended=pool.advice.replicas,
+        reason=pool.advice.reason,
+        state=pool.state,
+        awaiting=pool.sample.awaiting,
     )
 
 

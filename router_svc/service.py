@@ -35,6 +35,7 @@ from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
+from router_svc.core.replicas import Replicas
 from router_svc.core.router import RECENT_MAX, Router
 from router_svc.decisions import DRAINING_REASON, Decisions
 from router_svc.hashing import HasherCache
@@ -46,6 +47,7 @@ from router_svc.proto import (
     decision_to_proto,
     key_from_proto,
     load_to_proto,
+    pool_to_proto,
     query_from_proto,
 )
 from router_svc.replication_sync import PeerSync
@@ -78,6 +80,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         hasher_cache: HasherCache | None = None,
         spans: DecisionSpans | None = None,
         peers: PeerSync | None = None,
+        replicas: Replicas | None = None,
         track_output_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +90,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._rng = rng
         self._clock = clock
         self._peers = peers
+        self._replicas = replicas
         self._track_output_blocks = track_output_blocks
         self.decisions = Decisions(
             router,
@@ -210,6 +214,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise Unimplemented("this router does not exchange bookings")
         await self._peers.serve(request_iterator, context.write)
 
+    async def Replicas(
+        self, request: router_pb2.ReplicasRequest, context: Context
+    ) -> router_pb2.ReplicasResponse:
+        pools = () if self._replicas is None else self._replicas
+        return router_pb2.ReplicasResponse(pools=starmap(pool_to_proto, pools))
+
     # A session.
 
     async def _read_session(
@@ -239,6 +249,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if session is not None:
                 self.decisions.withdraw_session(session)
                 orphaned = load_tracker.end_session(session, self._clock())
+                if self._replicas is not None:
+                    self._replicas.demand.end_session(session)
                 self._metrics.sessions.dec()
                 LOG.info("session_ended", frontend_id=frontend_id, orphaned=orphaned)
             outbox.writer.close(failure)
@@ -272,6 +284,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         while part := list(islice(new_requests, QUERIES_PER_SLICE)):
             replies = (self._reply(new, frontend_id, session, outbox) for new in part)
             await outbox.put([reply for reply in replies if reply is not None])
+        if frame.prefills_done:
+            load_tracker.ranks.set_time(self._clock())
         for message in frame.prefills_done:
             if not load_tracker.mark_prefill_done(
                 key_from_proto(message, frontend_id, "prefills_done")
@@ -288,6 +302,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             was_queued = self.decisions.cancel_request(key)
             if not load_tracker.free(key) and not was_queued:
                 self._metrics.unclaimed("free")
+        if frame.HasField("awaiting") and self._replicas is not None:
+            self._replicas.demand.replace(session, dict(frame.awaiting.requests))
 
     def _reply(
         self, new: router_pb2.New, frontend_id: int, session: int, outbox: _SessionOutbox

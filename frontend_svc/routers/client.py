@@ -46,6 +46,8 @@ from frontend_svc.routers.session import (
 from kvmesh.router.v1 import router_pb2
 
 PENDING_PLACEMENTS_MAX = 8192
+# Models whose waiting requests are sent to the router; it accepts no more.
+AWAITED_MODELS_MAX = 1024
 TICK_S = 0.1
 # Random delay before the next session, from a tenth of it: the frontends of a router that died do
 # not all reach the other routers at once.
@@ -75,6 +77,7 @@ class RouterClient:
         place_locally: Callable[[Query], Decision | MeshError],
         *,
         has_workers: Callable[[Query], bool] = lambda query: False,
+        awaiting: Callable[[], Mapping[str, int]] = dict,
         open_session: OpenRouterSession | None = None,
         rng: Random | None = None,
         stalled_s: Callable[[], float] = never_stalled,
@@ -83,6 +86,7 @@ class RouterClient:
 
         place_locally: places a query without a router.
         has_workers: returns whether this frontend sees workers for a query.
+        awaiting: returns the requests that wait for a worker, and 0 for configured models.
         stalled_s: seconds the event loop has stalled so far; they do not count against a router.
         """
         self._stalled_s = stalled_s
@@ -91,6 +95,10 @@ class RouterClient:
         self._choice = RouterSelector(frontend_id)
         self._place_locally = place_locally
         self._has_workers = has_workers
+        self._awaiting = awaiting
+        # Of this session; unsent: None if the router has the last one.
+        self._last_awaiting: Mapping[str, int] = {}
+        self._unsent_awaiting: Mapping[str, int] | None = None
         self._open_session = open_session or grpc_session_opener()
         self._rng = rng or Random()
         self._loop = asyncio.get_running_loop()
@@ -272,6 +280,7 @@ class RouterClient:
             self._monitor.check(self._now(), self._waiting.values())
             self._is_heartbeat_due = True
             self._has_changes |= self._held_bookings.is_renewal_due
+            self._read_awaiting()
             self._writer.wake()
 
     def _on_result(self, result: router_pb2.NewResult) -> None:
@@ -328,9 +337,22 @@ class RouterClient:
                 frame.news.append(new)
         self._unsent_queries = []
         self._held_bookings.move_changes_to(frame)
+        if (awaiting := self._unsent_awaiting) is not None:
+            self._unsent_awaiting = None
+            frame.awaiting.SetInParent()
+            frame.awaiting.requests.update(awaiting)
         self._has_changes = False
         self._last_frame_at = now
         return frame
+
+    def _read_awaiting(self) -> None:
+        """Sends the waiting requests with the next frame if they have changed."""
+        counts = self._awaiting()
+        models = sorted(counts, key=lambda model: -counts[model])[:AWAITED_MODELS_MAX]
+        awaiting = {model: counts[model] for model in models}
+        if awaiting != self._last_awaiting:
+            self._last_awaiting = self._unsent_awaiting = awaiting
+            self._has_changes = True
 
     def _are_changes_due(self, now: float) -> bool:
         if not self._has_changes:
@@ -344,6 +366,8 @@ class RouterClient:
     def _first_frame(self) -> router_pb2.SessionRequest:
         self._is_hello_due = self._is_heartbeat_due = False
         self._generation += 1
+        self._last_awaiting, self._unsent_awaiting = {}, None
+        self._read_awaiting()
         self._unsent_queries = list(self._waiting)
         for pending in self._waiting.values():
             if pending.requery_at is not None:

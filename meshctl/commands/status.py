@@ -3,7 +3,8 @@
 The data comes from the registry and from the processes themselves, never from a cache.
 
 A worker of which the engine fails its probes is `failing`; the reason follows the table. A member
-is routable if its peers send it work; the peers that it waits for follow the table, too.
+is routable if its peers send it work; the peers that it waits for follow the table, too. Then come
+the workers that the routers recommend for each model and role.
 
 MEMBER selects one member by its stable name, its id or its key in log events.
 
@@ -34,6 +35,7 @@ from kvmesh.types.v1 import load_pb2
 from meshctl.completion import complete_members
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
 from meshctl.view.members import find_member, read_members
+from meshctl.view.pools import Pool, describe_pools, read_pools
 from meshctl.view.screen import align
 
 TIMEOUT_S = 1.0
@@ -47,14 +49,21 @@ _ROLES = ("aggregated", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One instance. loads: empty except for workers that responded. failure: why the engine of a
-    worker fails, by its probe; "" if it does not. routable: None if it does not report it."""
+    """One instance."""
 
     instance: Instance
     health: str
     loads: tuple[load_pb2.Load, ...] = ()
+    """Empty except for workers that responded."""
+
     failure: str = ""
+    """Why the engine of a worker fails, by its probe; "" if it does not."""
+
     routable: Routable | None = None
+    """None if the member does not report it."""
+
+    pools: tuple[Pool, ...] = ()
+    """Of a router."""
 
     @property
     def kv(self) -> float | None:
@@ -64,8 +73,8 @@ class Row:
         return used / total if total else None
 
     def fields(self) -> dict[str, Any]:
-        """Returns the row for programs: that of the table, `failure` if there is one, and the peers
-        that the member waits for, or waits for no more, if there are any."""
+        """Returns the row for programs: that of the table, `failure` if there is one, the peers
+        that the member waits for, or waits for no more, and the pools, if there are any."""
         fields: dict[str, Any] = self.columns() | (
             {"failure": self.failure} if self.failure else {}
         )
@@ -74,6 +83,8 @@ class Row:
             fields |= {
                 name: list(map(_peer_fields, found)) for name, found in peers.items() if found
             }
+        if self.pools:
+            fields["pools"] = [pool.fields() for pool in self.pools]
         return fields
 
     def columns(self) -> dict[str, str | int | float | None]:
@@ -147,7 +158,10 @@ def _sort_key(instance: Instance) -> tuple[int, int, list[str | int]]:
 async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
     async with rpc.channel(instance.address, role=instance.service, security=security) as channel:
         state = await read_member(channel, instance.service, timeout_s=TIMEOUT_S)
-        return Row(instance, state.health, state.loads, state.failure, state.routable)
+        pools: tuple[Pool, ...] = ()
+        if instance.service == "router" and state.has_responded:
+            pools = await read_pools(channel, timeout_s=TIMEOUT_S)
+        return Row(instance, state.health, state.loads, state.failure, state.routable, pools)
 
 
 def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
@@ -202,5 +216,6 @@ def status(config: ServiceConfig, member: str = "", *, as_json: bool) -> int:
         lines = align([header, *(row.cells() for row in rows)])
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write(describe_failures(rows))
+        sys.stdout.write(describe_pools(pool for row in rows for pool in row.pools))
     sys.stderr.write(describe_token_problem(rows, config))
     return 0 if rows and all(row.health == SERVING for row in rows) else 1

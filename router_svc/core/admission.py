@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
@@ -138,6 +139,10 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._queued)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """Yields the queued requests, the oldest first."""
+        return iter(self._queued.values())
 
     def enqueue(
         self,

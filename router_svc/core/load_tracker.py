@@ -54,6 +54,7 @@ class _BookingEntry:
     prefill_done: bool
     is_own: bool = False
     renewed_at: float = 0.0
+    made_at: float = 0.0
     # `report_count` of its ranks when it was booked there.
     worker_report_count: int = 0
     prefill_report_count: int = 0
@@ -128,6 +129,7 @@ class LoadTracker:
             self._apply_load(entry, -1)
             self._record_prefill_done(booking)
             entry.prefill_done = True
+            self.events.first_token(booking.model, self.ranks.now - entry.made_at)
             entry.booking = replace(booking, prefill_tokens=0, revision=booking.revision + 1)
             self._apply_load(entry, +1)
             self.ranks.discard_if_empty(booking.prefill)
@@ -349,7 +351,7 @@ class LoadTracker:
                 f"too many bookings: {len(self._entries)}/{self._bookings_max}; retry after 1 s",
                 reason="BOOK_FULL",
             )
-        entry = _BookingEntry(booking, None, now, prefill_done, renewed_at=now)
+        entry = _BookingEntry(booking, None, now, prefill_done, renewed_at=now, made_at=now)
         self._record_report_counts(entry)
         self._entries[booking.key] = entry
         self._keys_by_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)

@@ -64,6 +64,9 @@ class _PrefillPace:
     busy_s: float = 0.0
     """Seconds with prompts to compute; halved after each PACE_WINDOW_S."""
 
+    total_s: float = 0.0
+    """The same, never halved."""
+
 
 @dataclass(slots=True)
 class _RankState:
@@ -195,6 +198,7 @@ class RankLoads:
             elapsed_s = self._now - pace.since
             if change < 0:
                 pace.busy_s += elapsed_s
+                pace.total_s += elapsed_s
                 self._busy_s += elapsed_s
         if change < 0 or not pace.prompts:
             pace.since = self._now
@@ -202,6 +206,32 @@ class RankLoads:
         if pace.busy_s > PACE_WINDOW_S:
             pace.tokens, pace.busy_s = pace.tokens / 2, pace.busy_s / 2
             self._tokens, self._busy_s = self._tokens - pace.tokens, self._busy_s - pace.busy_s
+
+    def prompts_s(self, placement: Placement, now: float) -> float:
+        """Returns the seconds in which the rank has had prompts to compute, since it was first
+        booked."""
+        rank = self._ranks.get(placement)
+        if rank is None:
+            return 0.0
+        pace = rank.pace
+        return pace.total_s + (max(0.0, now - pace.since) if pace.prompts else 0.0)
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Mean seconds for a prompt token of all ranks; 0: none was computed yet."""
+        return self._busy_s / self._tokens if self._tokens else 0.0
+
+    def last_report(self, placement: Placement, now: float) -> Load | None:
+        """Returns the last load report of the rank; None if it is too old to count."""
+        rank = self._ranks.get(placement)
+        if rank is None or rank.report is None or now > rank.reported_at + LOAD_MAX_AGE_S:
+            return None
+        return rank.report
+
+    @property
+    def now(self) -> float:
+        """The latest time of any call."""
+        return self._now
 
     def drop_report(self, placement: Placement) -> None:
         """Forgets the report of a rank: no further one follows it."""

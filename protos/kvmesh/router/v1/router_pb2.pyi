@@ -36,6 +36,7 @@ class SessionRequest(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     FREES_FIELD_NUMBER: _builtins.int
     ANNOUNCED_FIELD_NUMBER: _builtins.int
+    AWAITING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """Set in the first frame, and only there."""
@@ -60,6 +61,12 @@ class SessionRequest(_message.Message):
     def announced(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
         """Bookings of another router or an earlier stream that this frontend still holds."""
 
+    @_builtins.property
+    def awaiting(self) -> Global___Awaiting:
+        """Requests that wait because no worker of their model can serve them. Absent: as before, at first
+        none.
+        """
+
     def __init__(
         self,
         *,
@@ -69,14 +76,59 @@ class SessionRequest(_message.Message):
         outputs: _abc.Iterable[Global___OutputBlocks] | None = ...,
         frees: _abc.Iterable[Global___BookingKey] | None = ...,
         announced: _abc.Iterable[Global___Booking] | None = ...,
+        awaiting: Global___Awaiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["awaiting", b"awaiting", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "frees", b"frees", "hello", b"hello", "news", b"news", "outputs", b"outputs", "prefills_done", b"prefills_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "awaiting", b"awaiting", "frees", b"frees", "hello", b"hello", "news", b"news", "outputs", b"outputs", "prefills_done", b"prefills_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class Awaiting(_message.Message):
+    """All waiting requests of a frontend process. Replaces the message before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RequestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number by model, at most 1,024 models. 0: a model that the frontend is configured to serve."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Awaiting: _TypeAlias = Awaiting  # noqa: Y015
 
 @_typing.final
 class SessionHello(_message.Message):
@@ -1235,3 +1287,90 @@ class SyncResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncResponse: _TypeAlias = SyncResponse  # noqa: Y015
+
+@_typing.final
+class ReplicasRequest(_message.Message):
+    """Requests the recommended numbers of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicasRequest: _TypeAlias = ReplicasRequest  # noqa: Y015
+
+@_typing.final
+class ReplicasResponse(_message.Message):
+    """The pools that the router sees. With several routers, the greatest number of each pool counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolReplicas]:
+        """Sorted by model and role."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolReplicas] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicasResponse: _TypeAlias = ReplicasResponse  # noqa: Y015
+
+@_typing.final
+class PoolReplicas(_message.Message):
+    """The workers of one model and role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    RECOMMENDED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AWAITING_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Their model."""
+    role: _builtins.str
+    """aggregated, prefill or decode."""
+    present: _builtins.int
+    """Workers that serve."""
+    recommended: _builtins.int
+    """Workers that are recommended."""
+    reason: _builtins.str
+    """Why, see docs/scaling.md."""
+    state: _builtins.str
+    """awake; asleep: no worker is there or needed; waking: requested, and none is there yet."""
+    awaiting: _builtins.int
+    """Requests that wait because no worker of the model can serve them."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        role: _builtins.str = ...,
+        present: _builtins.int = ...,
+        recommended: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        state: _builtins.str = ...,
+        awaiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting", b"awaiting", "model", b"model", "present", b"present", "reason", b"reason", "recommended", b"recommended", "role", b"role", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolReplicas: _TypeAlias = PoolReplicas  # noqa: Y015

@@ -65,6 +65,11 @@ class RouterServiceStub:
                 request_serializer=kvmesh_dot_router_dot_v1_dot_router__pb2.SyncRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_router_dot_v1_dot_router__pb2.SyncResponse.FromString,
                 _registered_method=True)
+        self.Replicas = channel.unary_unary(
+                '/kvmesh.router.v1.RouterService/Replicas',
+                request_serializer=kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -114,6 +119,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicas(self, request, context):
+        """The recommended number of workers of each pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +158,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Sync,
                     request_deserializer=kvmesh_dot_router_dot_v1_dot_router__pb2.SyncRequest.FromString,
                     response_serializer=kvmesh_dot_router_dot_v1_dot_router__pb2.SyncResponse.SerializeToString,
+            ),
+            'Replicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicas,
+                    request_deserializer=kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasRequest.FromString,
+                    response_serializer=kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +328,33 @@ class RouterService:
             '/kvmesh.router.v1.RouterService/Sync',
             kvmesh_dot_router_dot_v1_dot_router__pb2.SyncRequest.SerializeToString,
             kvmesh_dot_router_dot_v1_dot_router__pb2.SyncResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.router.v1.RouterService/Replicas',
+            kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasRequest.SerializeToString,
+            kvmesh_dot_router_dot_v1_dot_router__pb2.ReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class RouterServiceStub:
     """Workers and bookings of the router."""
     Sync: _grpc.StreamStreamMultiCallable[_router_pb2.SyncRequest, _router_pb2.SyncResponse]
     """Bookings between router replicas."""
+    Replicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReplicasRequest, _router_pb2.ReplicasResponse]
+    """The recommended number of workers of each pool."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -67,6 +69,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Workers and bookings of the router."""
     Sync: _aio.StreamStreamMultiCallable[_router_pb2.SyncRequest, _router_pb2.SyncResponse]  # type: ignore[assignment]
     """Bookings between router replicas."""
+    Replicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ReplicasRequest, _router_pb2.ReplicasResponse]  # type: ignore[assignment]
+    """The recommended number of workers of each pool."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Chooses the worker of a request; never forwards one."""
@@ -120,5 +124,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.SyncResponse], _abc.AsyncIterator[_router_pb2.SyncResponse]]:
         """Bookings between router replicas."""
+
+    @_abc_1.abstractmethod
+    def Replicas(
+        self,
+        request: _router_pb2.ReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ReplicasResponse, _abc.Awaitable[_router_pb2.ReplicasResponse]]:
+        """The recommended number of workers of each pool."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,1 @@
+"""Replays of recommended worker counts over a day of virtual time (docs/scaling.md)."""
