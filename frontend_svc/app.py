@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from common.access.key_file import KeyFile
 from common.errors import MeshError, Unavailable
@@ -28,13 +29,10 @@ from common.request.placement import Decision, Query
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
-from common.runtime.hosts import WILDCARD_HOSTS
 from common.runtime.member_key import MemberKey
 from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
-from common.service.metrics_server import add_instance_info, add_process_metrics
-from common.streams.stall_clock import TICK_S, StallClock
 from common.trials import constraints
 from common.trials.trials import Trials
 from frontend_svc.access.keys import with_keys
@@ -54,6 +52,7 @@ from frontend_svc.metrics.collectors import (
     CanaryCollector,
     CircuitCollector,
     HitDriftCollector,
+    MemberCollector,
     ModelConfigCollector,
     RecordCollector,
     ResilienceCollector,
@@ -124,14 +123,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             trials=self._trials,
             configured=config.configured_models,
         )
-        loop = asyncio.get_running_loop()
-        self._stall_clock = StallClock(loop.time())
-
-        def stalled_s() -> float:
-            return self._stall_clock.stalled_s(loop.time())
-
         self._engines = EngineClient(
-            self.instance_id, GrpcDialer(self._security), stalled_s=stalled_s
+            self.instance_id, GrpcDialer(self._security), stalled_s=self._stalled_s
         )
         self._router = RouterClient(
             self.instance_id,
@@ -140,14 +133,14 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             awaiting=self._awaiting_by_model,
             open_session=grpc_session_opener(self._security),
             rng=self._rng,
-            stalled_s=stalled_s,
+            stalled_s=self._stalled_s,
         )
-        self._stalled_s = stalled_s
         self.gateway = self._open_gateway(self._engines)
         self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
         self._stored_responses = self._make_response_store()
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
+        loop = asyncio.get_running_loop()
         self._hit_monitor = HitMonitor(loop.time, config.kv_drift_max)
         self._canary_metrics = CanaryMetrics(config.metrics_prefix)
         self._canaries = CanaryMonitor(
@@ -207,7 +200,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             listen_socket = inherit(config.http_fd)
         http_port = listen_socket.getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
-        lifecycle.spawn(self._measure_stalls(), name="stall clock")
         client_started = asyncio.Event()
         lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
         await client_started.wait()
@@ -223,7 +215,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await models_loaded.wait()
-        metrics = self._build_metrics()
+        metrics = self.build_metrics()
         if self._siblings is not None:
             await self._siblings.open(metrics, self._readiness)
         self._http, admin = self._build_http_servers(lifecycle, metrics)
@@ -240,24 +232,26 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             lifecycle.spawn(admin.serve([admin_socket]), name="metrics")
         await self._server.start()
         url = _url(self.http_address, self._certificates)
-        self._meta |= {HTTP_META_KEY: url, METRICS_META_KEY: self._metrics_url(url)}
+        self._meta |= {HTTP_META_KEY: url, METRICS_META_KEY: self._scrape_url(url)}
         return self._info(http=url)
 
-    def _metrics_url(self, url: str) -> str:
+    def _scrape_url(self, url: str) -> str:
         """Returns the URL of the metrics. url: that of the API."""
-        config = self._config
         if self.metrics_address:
-            host, port = self.metrics_address.rsplit(":", 1)
-            if config.effective_metrics_host in WILDCARD_HOSTS:
-                host = config.advertise_host or config.http_host
             files = self._certificates or self._security.files
-            url = _url(rpc.join_address(host.strip("[]"), int(port)), files)
-        return url + config.metrics_path
+            url = self._metrics_url(self._config.http_host, files)
+        return url + self._config.metrics_path
 
-    def _build_metrics(self) -> CollectorRegistry:
+    def _certificate_files(self) -> dict[str, CertificateFiles]:
+        own = {} if self._certificates is None else {"http_tls_cert_path": self._certificates}
+        return {**super()._certificate_files(), **own}
+
+    def build_metrics(self) -> CollectorRegistry:
+        """Returns the metrics of this process."""
         metrics = CollectorRegistry()
         families, prefix = self._config.metrics_families, self._config.metrics_prefix
         self._state.register(metrics, legacy=families != "current", current=families != "legacy")
+        metrics.register(MemberCollector(self._members, prefix))
         metrics.register(ModelConfigCollector(self._members, self._models.names, prefix))
         metrics.register(ArtifactCollector(self._models.artifacts, prefix))
         metrics.register(HitDriftCollector(self._hit_monitor.drift_stats, prefix))
@@ -268,8 +262,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._record_counts, prefix))
         metrics.register(UsageCollector(self._usage, prefix))
-        add_process_metrics(metrics)
-        add_instance_info(metrics, "frontend", self.instance_id, self._config.stable_name)
+        self._add_process_metrics(metrics)
         return metrics
 
     def _build_http_servers(
@@ -322,7 +315,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._stored_responses,
             self._readiness,
             _unchanged if siblings is None else siblings.combine,
-            partial(generate_latest, metrics) if siblings is None else siblings.encode,
+            partial(_encode, metrics) if siblings is None else siblings.encode,
+            self._members,
         )
 
     def _instance(self) -> Instance:
@@ -368,12 +362,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._usage.store.close, RECORDS_CLOSE_TIMEOUT_S)
 
-    async def _measure_stalls(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._stall_clock.tick(loop.time())
-            await asyncio.sleep(TICK_S)
-
     async def _run_engine_client(self, client_started: asyncio.Event) -> None:
         """Owns the streams to workers: the task that opens them also ends them."""
         async with self._engines:
@@ -415,7 +403,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     def _resilience_values(self) -> tuple[float, ...]:
         retries, migrations = self.gateway.retries, self.gateway.migrations
         return (
-            self.gateway.stalled_s(),
             retries.granted,
             retries.refused,
             self._router.unrouted,
@@ -467,6 +454,12 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self.routable,
             is_draining=self._lifecycle is not None and self._lifecycle.is_draining,
         )
+
+
+def _encode(metrics: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Returns metrics as text, and its media type, by an Accept header."""
+    encode, media_type = choose_encoder(accept)
+    return encode(metrics), media_type
 
 
 async def _unchanged(own: Readiness) -> Readiness:

@@ -124,6 +124,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         engine_config = self._resolve_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)
         self._bind(lifecycle, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+        # Before the entry is built, which advertises the address.
+        self._serve_metrics(worker_registry(self.runner), role=config.role, model=self._card.name)
         self._registered_instance = self._instance_of(engine_config, self._card)
         self.runner.spans = GenerateSpans(self._card.name, config.role)
         self.runner.vocab_size = await asyncio.to_thread(read_vocab_size, self._card)
@@ -152,7 +154,6 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         probe = self._watch_engine(lifecycle) if config.canary_idle_s else None
         watch = StalledRequests(self.runner, None if probe is None else probe.check_now)
         lifecycle.spawn(watch.run(), name="request watch")
-        self._serve_metrics(worker_registry(self.runner))
         return self._info()
 
     def _watch_engine(self, lifecycle: Lifecycle) -> EngineProbe:

@@ -37,6 +37,9 @@ def read_runner(runner: Runner) -> Iterator[Reading]:
     failed = counters["canaries_failed"]
     probes = {"ok": counters["canaries"] - failed, "failed": failed}
     yield counter("canaries", "Probes of an idle engine, by result", probes, label="result")
+    text = "Legs of requests that failed because of their handoff, by reason"
+    failures = {reason.lower(): count for reason, count in runner.handoff_failures.items()}
+    yield counter("handoff_failures", text, failures, label="reason")
     is_failing = bool(runner.engine_failure)
     yield gauge("engine_failing", "1 if the engine fails its probes", is_failing)
     yield gauge("open_requests", "Requests admitted and not ended", runner.open_requests)

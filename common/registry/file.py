@@ -121,6 +121,11 @@ class FileRegistry:
         registry_ref = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _detach_in_child(registry_ref()))
 
+    @property
+    def is_reachable(self) -> bool:
+        views, leases = tuple(self._views.values()), tuple(self._leases.values())
+        return all(view.is_listed for view in views) and not any(one.is_lost for one in leases)
+
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
         view = self._view(instance.namespace)
@@ -290,7 +295,8 @@ class _FileLease:
         self._order = order
         self._fd: int | None = None
         self._signature = ""
-        self._is_lost = False
+        # Whether the last attempt to restore or renew the entry failed.
+        self.is_lost = False
 
     async def update(self, instance: Instance) -> None:
         check_same_incarnation(self.instance, instance)
@@ -340,17 +346,19 @@ class _FileLease:
             is_present = own_stat.st_size > 0 and inode_of_path(self._path) == own_stat.st_ino
             is_old = self._registry._signer.is_old(self._signature)
             if is_present and not is_old:
+                self.is_lost = False
                 return
             self.publish(self.instance)
             if is_present:
+                self.is_lost = False
                 return
         except (OSError, Unavailable) as error:
-            if not self._is_lost:
+            if not self.is_lost:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
-            self._is_lost = True
+            self.is_lost = True
         else:
             LOG.info("registration_restored", path=str(self._path))
-            self._is_lost = False
+            self.is_lost = False
 
     def _publish_update(self, instance: Instance) -> None:
         # Checked here, not in update(): the lease may end during the wait for the card check.

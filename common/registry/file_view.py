@@ -84,6 +84,8 @@ class FolderView:
         # Whether changes since the last poll are noticed, and those before it.
         self.is_observed = False
         self.change_count = 0
+        # Whether the last poll could read the folder.
+        self.is_listed = True
         self._namespace = namespace
         self.snapshot = Snapshot()
         # Monotonic seconds.
@@ -97,12 +99,12 @@ class FolderView:
         self.polled_at = time.monotonic()
         self.change_count = self._changes.count
         self.is_observed = self._changes.observe(self.directory)
-        is_listed = self._load_listing()
+        self.is_listed = self._load_listing()
         for name, entry in tuple(self.entries.items()):
             # An update unlocks the old file after the new one has taken its name.
             if not is_locked(entry.fd) and not self.load_entry(name):
                 self._drop_entry(name)
-        if self._has_changed and (is_listed or self.snapshot.revision):
+        if self._has_changed and (self.is_listed or self.snapshot.revision):
             self._has_changed = False
             self.snapshot = self.snapshot.next_snapshot(self.instances())
         return self.snapshot

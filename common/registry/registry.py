@@ -92,6 +92,10 @@ class Registry(Protocol):
     Snapshots have live instances only, and only the newest incarnation of each stable_name.
     """
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the last read of the store succeeded, and the last write of each own entry."""
+
     async def register(self, instance: Instance) -> Lease:
         """Makes `instance` visible to all clients until the lease ends.
 
@@ -237,6 +241,10 @@ class MemoryRegistry:
         self._store = MemoryStore() if store is None else store
         self._leases: dict[int, _MemoryLease] = {}
         self._closed = False
+
+    @property
+    def is_reachable(self) -> bool:
+        return True
 
     async def register(self, instance: Instance) -> Lease:
         self._check_open()

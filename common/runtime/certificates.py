@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from cryptography import x509
 
 from common.errors import InvalidRequest
 from common.runtime.config import flag_name
@@ -42,6 +43,9 @@ class Pem:
 
     mutual_context: ssl.SSLContext | None = field(repr=False)
     """Of the server of HTTP/2 calls; None without authorities."""
+
+    ends_at_s: float
+    """Unix time at which the first certificate of the chain expires."""
 
 
 class CertificateFiles:
@@ -104,12 +108,21 @@ class CertificateFiles:
             has_peers = len(paths) > 2
             client = _client_context(paths) if has_peers else None
             mutual = _mutual_context(paths) if has_peers else None
-        except OSError as error:  # ssl.SSLError is one.
+            ends_at_s = _ends_at_s(contents[0])
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError.
             flags = ", ".join(map(flag_name, self._paths))
             raise InvalidRequest(
                 f"are {flags} PEM that fits together? {error}", next(iter(self._paths))
             ) from error
-        return Pem(contents[0], contents[1], b"".join(contents[2:]), server, client, mutual)
+        ca = b"".join(contents[2:])
+        return Pem(contents[0], contents[1], ca, server, client, mutual, ends_at_s)
+
+
+def _ends_at_s(chain: bytes) -> float:
+    """Returns the Unix time at which the first certificate of a PEM file expires. Raises
+    ValueError."""
+    certificates = x509.load_pem_x509_certificates(chain)
+    return min(one.not_valid_after_utc.timestamp() for one in certificates)
 
 
 def _server_context(paths: list[Path]) -> ssl.SSLContext:

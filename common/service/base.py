@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from random import SystemRandom
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -14,6 +16,7 @@ from common.registry.instances import (
     HASH_KEY_META_KEY,
     HEALTH_META_KEY,
     HEALTH_SERVICE_META_KEY,
+    METRICS_META_KEY,
     STREAM_META_KEY,
     Instance,
     Service,
@@ -26,8 +29,10 @@ from common.rpc.interceptors import RunningCalls
 from common.rpc.stream_server import StreamServer
 from common.runtime import env
 from common.runtime.build import build_id
+from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.descriptors import raise_descriptor_limit
+from common.runtime.hosts import WILDCARD_HOSTS
 from common.runtime.member_key import MemberKey
 from common.runtime.mesh_auth import key_fingerprint
 from common.service.health import MEMBER_SERVICE
@@ -37,6 +42,8 @@ from common.service.routable.peers import Routable
 from common.service.routable.service import MemberServicer
 from common.service.routable.watch import RoutableWatch
 from common.service.state_metrics import Reading, StateCollector, counter, gauge
+from common.streams.stall_clock import TICK_S, StallClock
+from common.trials.child_process import unexpected_ends
 from kvmesh.member.v1 import member_pb2_grpc
 
 # Of the metric `routable`.
@@ -112,6 +119,7 @@ class ServiceApp(Generic[ConfigT]):
         if registry is None:
             registry = open_registry(config, self._security.members)
         self._registry = registry
+        self._stall_clock = StallClock(time.monotonic())
         self._calls = RunningCalls()
         self._own_addresses: set[str] = set()
         self._server = rpc.server(
@@ -163,6 +171,7 @@ class ServiceApp(Generic[ConfigT]):
     ) -> int:
         """Binds the gRPC servers and adds health and reflection; the port of the first one."""
         config = self._config
+        lifecycle.spawn(self._measure_stalls(), name="stall clock")
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._own_addresses |= rpc.own_addresses(config.host, port, config.advertise_host)
@@ -229,14 +238,14 @@ class ServiceApp(Generic[ConfigT]):
         await self._server.stop(None)
         await self._streams.close()
 
-    def _serve_metrics(self, metrics: CollectorRegistry) -> None:
+    def _serve_metrics(
+        self, metrics: CollectorRegistry, *, role: str = "", model: str = ""
+    ) -> None:
+        """Serves the metrics on their port if one is configured, and advertises it; call it after
+        `_bind`. role, model: see `add_instance_info`."""
         config = self._config
         if config.metrics_port is not None:
-            add_process_metrics(metrics)
-            add_instance_info(metrics, self._service_name, self.instance_id, config.stable_name)
-            metrics.register(StateCollector("kvmesh_stream", self._read_streams))
-            prefix = f"kvmesh_{self._service_name}"
-            metrics.register(StateCollector(prefix, self._read_routable))
+            self.add_member_metrics(metrics, role=role, model=model)
             files = self._security.files
             self.metrics_address, self._close_metrics = serve_metrics(
                 metrics,
@@ -245,6 +254,62 @@ class ServiceApp(Generic[ConfigT]):
                 key=config.metrics_key,
                 context=None if files is None else files.server_context(),
             )
+            self._meta[METRICS_META_KEY] = self._metrics_url(config.host, files) + "/metrics"
+
+    def add_member_metrics(
+        self, metrics: CollectorRegistry, *, role: str = "", model: str = ""
+    ) -> None:
+        """Adds what a service without HTTP has beside its own metrics."""
+        self._add_process_metrics(metrics, role=role, model=model)
+        metrics.register(StateCollector("kvmesh_stream", self._read_streams))
+        metrics.register(StateCollector(f"kvmesh_{self._service_name}", self._read_routable))
+
+    def _add_process_metrics(
+        self, metrics: CollectorRegistry, *, role: str = "", model: str = ""
+    ) -> None:
+        """Adds what every process has."""
+        add_process_metrics(metrics)
+        name = self._config.stable_name
+        add_instance_info(
+            metrics, self._service_name, self.instance_id, name, role=role, model=model
+        )
+        metrics.register(StateCollector("kvmesh", self._read_process))
+
+    def _metrics_url(self, own_host: str, files: CertificateFiles | None) -> str:
+        """Returns the URL of the metrics port, without a path. own_host: if it binds all addresses
+        and none is advertised. files: None: without TLS."""
+        host, port = self.metrics_address.rsplit(":", 1)
+        if self._config.effective_metrics_host in WILDCARD_HOSTS:
+            host = self._config.advertise_host or own_host
+        scheme = "http" if files is None else "https"
+        return f"{scheme}://{rpc.join_address(host.strip('[]'), int(port))}"
+
+    def _certificate_files(self) -> dict[str, CertificateFiles]:
+        """Returns the certificates that this process presents, by the setting of their path."""
+        files = self._security.files
+        return {} if files is None else {"tls_cert_path": files}
+
+    def _read_process(self) -> Iterator[Reading]:
+        text = "1 if this process reads the registry and its own entry is there, else 0."
+        yield gauge("registry_reachable", text, self._registry.is_reachable)
+        text = "Peers that this process does not wait for any more, because they do not respond."
+        yield gauge("routable_given_up", text, len(self.routable.given_up))
+        text = "Unix time at which the first certificate of a file expires, by setting."
+        ends = {name: files.newest().ends_at_s for name, files in self._certificate_files().items()}
+        yield gauge("certificate_expiry_timestamp_seconds", text, ends, label="certificate")
+        text = "Delay of the event loop in seconds; peers are not judged by this time."
+        yield counter("event_loop_stalled_seconds", text, self._stalled_s())
+        text = "Processes for inputs of clients and peers that ended before they were asked to."
+        yield counter("child_process_ends", text, dict(unexpected_ends), label="kind")
+
+    def _stalled_s(self) -> float:
+        """Returns the seconds for which this process has stalled since its start."""
+        return self._stall_clock.stalled_s(time.monotonic())
+
+    async def _measure_stalls(self) -> None:
+        while True:
+            self._stall_clock.tick(time.monotonic())
+            await asyncio.sleep(TICK_S)
 
     def _read_routable(self) -> Iterator[Reading]:
         yield gauge("routable", ROUTABLE_TEXT, self.routable.is_routable)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+# Bound, observations at or below it, exemplar.
+Bucket: TypeAlias = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 def log_buckets(low: float, high: float, count: int) -> tuple[float, ...]:
@@ -27,20 +33,34 @@ class SingleThreadHistogramChild:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        # By bucket, the newest observation of a sampled trace.
+        self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, count: int = 1) -> None:
         """Adds `value` `count` times. A value equal to a bound counts below it."""
         self.counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Returns (bound, observations at or below it); the last bound is +Inf."""
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Adds `value`, as the exemplar of its bucket if it has a trace id."""
+        self.observe(value)
+        if trace_id:
+            bucket = bisect_left(self._bounds, value)
+            self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def buckets(self) -> list[Bucket]:
+        """Returns (bound, observations at or below it), with the exemplar if there is one; the last
+        bound is +Inf."""
         total = 0
-        buckets = []
+        buckets: list[Bucket] = []
         # A copy, so that a scrape in another thread reads consistent counts.
-        for bound, count in zip((*self._bounds, math.inf), list(self.counts), strict=True):
+        counts = zip((*self._bounds, math.inf), list(self.counts), strict=True)
+        for index, (bound, count) in enumerate(counts):
             total += count
-            buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), float(total)))
+            name = "+Inf" if bound == math.inf else repr(float(bound))
+            exemplar = self._exemplars.get(index)
+            known = (name, float(total))
+            buckets.append(known if exemplar is None else (*known, exemplar))
         return buckets
 
 

@@ -39,12 +39,28 @@ def add_process_metrics(registry: CollectorRegistry) -> None:
 
 
 def add_instance_info(
-    registry: CollectorRegistry, service: str, instance_id: int, stable_name: str
+    registry: CollectorRegistry,
+    service: str,
+    instance_id: int,
+    stable_name: str,
+    *,
+    role: str = "",
+    model: str = "",
 ) -> None:
     """Adds the names of the process: a metric with the value 1, whose labels join its id in other
-    metrics, logs and spans with its stable name."""
-    text = "1 for the process that serves these metrics, with its names."
-    labels = {"service": service, "instance_id": str(instance_id), "stable_name": stable_name}
+    metrics, logs and spans with its stable name, and its metrics with role and model.
+
+    role: of a worker, the legs that it runs; "": the service.
+    model: that a worker serves.
+    """
+    text = "1 for the process that serves these metrics, with its names, role and model."
+    labels = {
+        "service": service,
+        "role": role or service,
+        "model": model,
+        "instance_id": str(instance_id),
+        "stable_name": stable_name,
+    }
     Gauge(INSTANCE_INFO, text, tuple(labels), registry=registry).labels(**labels).set(1)
 
 

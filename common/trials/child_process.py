@@ -10,10 +10,16 @@ import resource
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 LENGTH_BYTES: Final = 4
+TEMPLATE: Final = "template"
+TRIAL: Final = "trial"
+# Of this operating system process, by kind: child processes that ended before their owner ended
+# them. Their owners start others.
+unexpected_ends: Final = Counter({TEMPLATE: 0, TRIAL: 0})
 
 
 def frame(content: bytes) -> bytes:

@@ -21,7 +21,14 @@ import structlog
 
 from common.errors import Overloaded, Unavailable
 from common.trials import child
-from common.trials.child_process import LENGTH_BYTES, end_child, frame, start_child
+from common.trials.child_process import (
+    LENGTH_BYTES,
+    TRIAL,
+    end_child,
+    frame,
+    start_child,
+    unexpected_ends,
+)
 from common.trials.trial import Trial, TrialExceeded, TrialLimits, TrialRefused
 
 _STARTS_MAX: Final = 2
@@ -72,6 +79,7 @@ class Trials:
     def _drop(self, forker: _Forker) -> None:
         if self._forker is forker:
             log.warning("trial_process_ended")
+            unexpected_ends[TRIAL] += 1
             self._forker = None
 
 

@@ -180,7 +180,8 @@ class PostEndpoint(ABC, Generic[P]):
             parsed = progress.body
             name = named_model(progress.raw) if parsed is None else parsed.model
             is_stream = parsed is not None and parsed.is_stream
-            meter = progress.meter = self._state.begin(name, self.route.label, is_stream)
+            label, trace_id = self.route.label, context.span.trace_id
+            meter = progress.meter = self._state.begin(name, label, is_stream, trace_id)
         return body, meter
 
     def _check_limits(self, context: HttpRequest) -> None:

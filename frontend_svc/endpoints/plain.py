@@ -36,6 +36,9 @@ class PlainRequest:
     is_anthropic: bool = False
     """Whether it gets the response of Anthropic's API, on a route that has it."""
 
+    accept: str = ""
+    """The media types that the client accepts, as it names them."""
+
     @property
     def query(self) -> list[tuple[str, str]]:
         """Names and values of the query."""
@@ -71,7 +74,9 @@ class PlainEndpoint:
             caller = ANONYMOUS if route.is_open else admit(scope, route.permission)
             parameters = scope.get(PATH_PARAMETERS, {})
             is_anthropic = anthropic is not None
-            request = PlainRequest(caller, parameters, scope["query_string"], is_anthropic)
+            accept = request_headers.get(b"accept", b"").decode("latin-1")
+            query = scope["query_string"]
+            request = PlainRequest(caller, parameters, query, is_anthropic, accept)
             response = await self._respond(request)
         except MeshError as error:
             await send_error(send, form.http_error(error, own_id.decode("latin-1"), ()), headers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from common.registry.instances import Instance
+from common.registry.instances import Instance, Role, Service
 from common.service.base import ROUTABLE_TEXT
 from frontend_svc.members import Members
 from frontend_svc.metrics.families import ServedModels
@@ -75,6 +75,26 @@ class ModelConfigCollector(Collector):
 
     def _gauge(self, name: str, text: str) -> GaugeFamily:
         return GaugeFamily(f"{self._prefix}_model_{name}", text, Across.MAX, labels=("model",))
+
+
+class MemberCollector(Collector):
+    """How many members are registered, by role: the service, or the legs that a worker runs."""
+
+    ROLES = (*(name for name in get_args(Service) if name != "worker"), *get_args(Role))
+
+    def __init__(self, members: Members, prefix: str) -> None:
+        self._members = members
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeFamily]:
+        counts = dict.fromkeys(self.ROLES, 0)
+        for member in self._members.snapshot.instances.values():
+            counts[member.role if member.service == "worker" else member.service] += 1
+        text = "Registered members by role: the service, or the legs that a worker runs"
+        family = _Gauge("members", text, Across.MAX).family(self._prefix, ("role",))
+        for role, count in counts.items():
+            family.add_metric((role,), count)
+        yield family
 
 
 class HitDriftCollector(Collector):
@@ -186,9 +206,6 @@ class ResilienceCollector(Collector):
     """What this frontend did to save requests. read_values: one value for each of METRICS."""
 
     METRICS: tuple[_Counter | _Gauge, ...] = (
-        _Counter(
-            "loop_stalled_seconds", "Delay of the event loop; peers are not judged by this time"
-        ),
         _Counter("retries", "Attempts after the first"),
         _Counter("retries_refused", "Attempts after overload beyond the retry budget"),
         _Counter("unrouted", "Placements without a router"),

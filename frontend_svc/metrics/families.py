@@ -286,10 +286,14 @@ class RequestMeter(_Closing):
     is owned; see InflightGuard. `now` arguments are seconds of the clock of the
     `DeploymentState`."""
 
-    def __init__(self, guard: InflightGuard, frontend: FrontendMetrics, clock: Clock) -> None:
+    def __init__(
+        self, guard: InflightGuard, frontend: FrontendMetrics, clock: Clock, trace_id: str = ""
+    ) -> None:
+        """Counts the request as begun. trace_id: of a sampled trace, for exemplars; "": none."""
         self._guard = guard
         self._frontend = frontend
         self._clock = clock
+        self._trace_id = trace_id
         self._model = frontend.model(guard.model)
         self._error_type = ErrorType.INTERNAL
         self._is_closed = False
@@ -314,7 +318,7 @@ class RequestMeter(_Closing):
         if self._output_tokens:
             self._model.itl.observe(gap_s / count, count)
         else:
-            self._model.ttft.observe(gap_s)
+            self._model.ttft.observe_traced(gap_s, self._trace_id)
             self._model.queued.dec()
         self._output_tokens += count
 
@@ -346,7 +350,7 @@ class RequestMeter(_Closing):
             model.output_total.inc(self._output_tokens)
         else:
             model.queued.dec()
-        model.duration.observe(self._clock() - guard.timer)
+        model.duration.observe_traced(self._clock() - guard.timer, self._trace_id)
         labels, frontend = (guard.model, guard.endpoint), self._frontend
         if guard.status is Status.SUCCESS:
             self._error_type = ErrorType.NONE
@@ -377,10 +381,11 @@ class DeploymentState:
         label = model_label(model, self.served())
         return self.metrics.create_inflight_guard(label, endpoint, streaming, clock=self.clock)
 
-    def begin(self, model: str, endpoint: str, streaming: bool) -> RequestMeter:
-        """Returns a meter of both families. model: as named by a body."""
+    def begin(self, model: str, endpoint: str, streaming: bool, trace_id: str = "") -> RequestMeter:
+        """Returns a meter of both families. model: as named by a body. trace_id: see
+        RequestMeter."""
         guard = self.create_inflight_guard(model, endpoint, streaming)
-        return RequestMeter(guard, self.frontend, self.clock)
+        return RequestMeter(guard, self.frontend, self.clock, trace_id)
 
 
 def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> None:

@@ -24,11 +24,14 @@ class Across(StrEnum):
     MIN = "min"
 
 
-# Gauges that are not declared in the frontend: those of `add_process_metrics` and
-# `add_instance_info`.
+# Gauges that are not declared in the frontend: those of `add_process_metrics`,
+# `add_instance_info` and `ServiceApp._read_process`.
 PROCESS_GAUGES: Mapping[str, Across] = {
-    "kvmesh_instance_info": Across.MAX,
+    "kvmesh_certificate_expiry_timestamp_seconds": Across.MIN,
     "kvmesh_event_loop_tasks": Across.SUM,
+    "kvmesh_instance_info": Across.MAX,
+    "kvmesh_registry_reachable": Across.MIN,
+    "kvmesh_routable_given_up": Across.MAX,
     "process_max_fds": Across.SUM,
     "process_open_fds": Across.SUM,
     "process_resident_memory_bytes": Across.SUM,
@@ -61,6 +64,7 @@ class WrittenGauge(Collector):
     def __init__(self, name: str, text: str, across: Across, labels: Sequence[str]) -> None:
         self._gauge = Gauge(name, text, labels, registry=None)
         self._across = across
+        self._label_names = labels
         self.labels = self._gauge.labels
 
     def describe(self) -> Iterator[GaugeFamily]:
@@ -71,7 +75,8 @@ class WrittenGauge(Collector):
         return map(self._with_rule, self._gauge.collect())
 
     def _with_rule(self, metric: Metric) -> GaugeFamily:
-        family = GaugeFamily(metric.name, metric.documentation, self._across)
+        names = self._label_names
+        family = GaugeFamily(metric.name, metric.documentation, self._across, labels=names)
         family.samples = metric.samples
         return family
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
 
 from frontend_svc.metrics.gauges import Across, across_processes
 
@@ -17,7 +18,8 @@ _JOIN: Mapping[str, Callable[[tuple[float, float]], float]] = {
     Across.MIN: min,
 }
 
-# Any: (name, type, help, rule across processes, [[sample name, labels, value], ...]), as JSON.
+# Any: (name, type, help, rule across processes, [[sample name, labels, value, exemplar], ...]), as
+# JSON. exemplar: labels, value and Unix time, or None.
 Family = tuple[str, str, str, str, list[Any]]
 # Name of a sample, and its labels.
 _Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -31,7 +33,10 @@ def read_families(registry: CollectorRegistry) -> list[Family]:
             metric.type,
             metric.documentation,
             across_processes(metric),
-            [[sample.name, sample.labels, sample.value] for sample in metric.samples],
+            [
+                [sample.name, sample.labels, sample.value, _exemplar(sample)]
+                for sample in metric.samples
+            ],
         )
         for metric in registry.collect()
     ]
@@ -43,19 +48,25 @@ def monotonic(families: Iterable[Family]) -> list[Family]:
 
 
 def sum_families(processes: Iterable[Sequence[Family]]) -> list[Family]:
-    """Returns the families of one frontend: each sample by the rule of its metric."""
-    merged: dict[str, tuple[Family, dict[_Series, float]]] = {}
+    """Returns the families of one frontend: each sample by the rule of its metric, with the newest
+    exemplar."""
+    # Any: an exemplar.
+    merged: dict[str, tuple[Family, dict[_Series, tuple[float, Any]]]] = {}
     for families in processes:
         for family in families:
             name, _, _, across, samples = family
             values = merged.setdefault(name, (family, {}))[1]
-            for sample, labels, value in samples:
+            for sample, labels, value, exemplar in samples:
                 key = sample, tuple(labels.items())
                 join = min if sample.endswith("_created") else _JOIN[across]
-                values[key] = join((values[key], value)) if key in values else value
+                if key in values:
+                    known, known_exemplar = values[key]
+                    value = join((known, value))
+                    exemplar = _newest(known_exemplar, exemplar)
+                values[key] = (value, exemplar)
     return [
-        (name, kind, text, across, [[key[0], dict(key[1]), value] for key, value in values.items()])
-        for (name, kind, text, across, _), values in merged.values()
+        (*family[:4], [[name, dict(labels), *value] for (name, labels), value in values.items()])
+        for family, values in merged.values()
     ]
 
 
@@ -73,6 +84,19 @@ class _Values(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, kind, text, _, samples in self._families:
             metric = Metric(name, text, kind)
-            for sample in samples:
-                metric.add_sample(*sample)
+            for sample, labels, value, exemplar in samples:
+                known = None if exemplar is None else Exemplar(*exemplar)
+                metric.add_sample(sample, labels, value, exemplar=known)
             yield metric
+
+
+# Any: an exemplar as JSON.
+def _exemplar(sample: Sample) -> list[Any] | None:
+    found = sample.exemplar
+    return None if found is None else [found.labels, found.value, found.timestamp]
+
+
+# Any: exemplars as JSON.
+def _newest(*exemplars: Any) -> Any:
+    """Returns the exemplar with the greatest time, or None."""
+    return max((one for one in exemplars if one is not None), key=lambda e: e[2], default=None)

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from frontend_svc.processes.metric_sums import (
     Family,
@@ -74,16 +75,18 @@ class Siblings:
             self._server.close()
             await asyncio.to_thread(self._write_counts)
 
-    def encode(self) -> bytes:
-        """Returns the metrics of all processes as Prometheus text. Blocks for ANSWER_TIMEOUT_S
-        if a process hangs; then its counts are those of the scrape before."""
+    def encode(self, accept: str) -> tuple[bytes, str]:
+        """Returns the metrics of all processes as text, and its media type, by an Accept header.
+        Blocks for ANSWER_TIMEOUT_S if a process hangs; then its counts are those of the scrape
+        before."""
         processes: list[list[Family]] = [json.loads(self._write_counts())]
         for slot in self._others:
             try:
                 processes.append(self._ask(slot, b"metrics\n"))
             except OSError:
                 processes.append(self._read_counts(slot))
-        return generate_latest(as_registry(sum_families(processes)))
+        encode, media_type = choose_encoder(accept)
+        return encode(as_registry(sum_families(processes))), media_type
 
     async def combine(self, own: Readiness) -> Readiness:
         """Returns the readiness of the frontend: every process that accepts connections must be

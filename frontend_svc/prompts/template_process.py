@@ -20,7 +20,15 @@ import orjson
 import structlog
 
 from common.errors import Unavailable
-from common.trials.child_process import LENGTH_BYTES, end_child, frame, receive, start_child
+from common.trials.child_process import (
+    LENGTH_BYTES,
+    TEMPLATE,
+    end_child,
+    frame,
+    receive,
+    start_child,
+    unexpected_ends,
+)
 from frontend_svc.prompts import template_child
 from frontend_svc.prompts.control_tokens import ControlTokens
 from frontend_svc.prompts.prompt import Prompt, TemplateError
@@ -256,6 +264,7 @@ class _Process(asyncio.Protocol):
         process = self._process
         if process is not None:
             log.warning("template_process_ended", cpu_s=RENDER_CPU_S, bytes=MEMORY_BYTES_MAX)
+            unexpected_ends[TEMPLATE] += 1
         self.end()
         self.was_late = process is not None and process.returncode == -signal.SIGPROF
         self._is_lost.set()

@@ -15,10 +15,16 @@ from frontend_svc.generation.endpoint import GenerationEndpoint
 from frontend_svc.generation.pass_through_endpoint import CompletionEndpoint, PassThroughEndpoint
 from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
+from frontend_svc.members import Members
 from frontend_svc.readiness import Readiness
 from frontend_svc.responses.endpoint import ResponsesApi, StoredResponseHandlers
 from frontend_svc.responses.stored import StoredResponses
-from frontend_svc.routes.handlers import HealthHandlers, ModelHandlers
+from frontend_svc.routes.handlers import (
+    EncodeMetrics,
+    HealthHandlers,
+    ModelHandlers,
+    TargetsHandler,
+)
 from frontend_svc.routes.usage import UsageHandlers
 
 
@@ -36,13 +42,14 @@ class ApiDependencies:
         stored: StoredResponses | None,
         readiness: Callable[[], Readiness],
         combine: Callable[[Readiness], Awaitable[Readiness]],
-        encode_metrics: Callable[[], bytes],
+        encode_metrics: EncodeMetrics,
+        members: Members,
     ) -> None:
         """
         - stored: None: no responses are stored.
         - readiness: of this process.
         - combine: adds the readiness of the other processes of this frontend.
-        - encode_metrics: returns the metrics of the frontend as Prometheus text.
+        - encode_metrics: of the frontend.
         """
         config = endpoints.config
         fetcher = None
@@ -58,6 +65,7 @@ class ApiDependencies:
         self.health = HealthHandlers(endpoints.models, readiness, combine)
         self.models = ModelHandlers(endpoints.models, readiness)
         self.usage = UsageHandlers(endpoints.usage.store, time.time)
+        self.targets = TargetsHandler(members)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import orjson
 import structlog
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.errors import Unimplemented
 from common.runtime.build import build_name
@@ -17,6 +16,8 @@ from frontend_svc.anthropic.models import ModelsQuery, model_info, models_page
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import MODEL_OWNER
 from frontend_svc.endpoints.route import Route
+from frontend_svc.members import Members
+from frontend_svc.metrics.targets import metrics_targets
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.output.completion_objects import model_list, model_object
@@ -25,6 +26,8 @@ from frontend_svc.responses.queries import parse_query
 from frontend_svc.routes.document import api_document
 
 API_VERSION = "1"
+# Takes an Accept header; returns the metrics as text, and its media type.
+EncodeMetrics: TypeAlias = Callable[[str], tuple[bytes, str]]
 
 log = structlog.get_logger()
 
@@ -121,26 +124,37 @@ class ModelHandlers:
 
 
 class MetricsHandler:
-    """The Prometheus metrics as text. Metrics that cannot be encoded as UTF-8 text are a 500 and
-    are logged."""
+    """The Prometheus metrics as text, with exemplars for clients that accept OpenMetrics. Metrics
+    that cannot be encoded as UTF-8 text are a 500 and are logged."""
 
-    def __init__(self, encode: Callable[[], bytes], path: str) -> None:
+    def __init__(self, encode: EncodeMetrics, path: str) -> None:
         self._encode = encode
         self._path = path
 
-    async def scrape(self, _: PlainRequest) -> PlainResponse:
+    async def scrape(self, request: PlainRequest) -> PlainResponse:
         # In a thread, so that a large scrape does not delay streams.
-        return await asyncio.to_thread(self._scrape)
+        return await asyncio.to_thread(self._scrape, request.accept)
 
-    def _scrape(self) -> PlainResponse:
+    def _scrape(self, accept: str) -> PlainResponse:
         try:
-            text = self._encode()
+            text, media_type = self._encode(accept)
             text.decode()
         except Exception:  # a collector may raise anything
             log.exception("metrics_not_encoded", path=self._path)
             text_type = "text/plain; charset=utf-8"
             return PlainResponse(b"Failed to encode metrics", 500, text_type)
-        return PlainResponse(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return PlainResponse(text, media_type=media_type)
+
+
+class TargetsHandler:
+    """Where the metrics of all members are, for Prometheus (`http_sd_configs`)."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    async def get(self, _: PlainRequest) -> PlainResponse:
+        targets = await asyncio.to_thread(metrics_targets, self._members.snapshot)
+        return PlainResponse(orjson.dumps(targets))
 
 
 class DocumentHandler:

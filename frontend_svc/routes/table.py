@@ -322,6 +322,13 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     METRICS,
     RouteEntry(
         method="GET",
+        path="/v1/internal/metrics-targets",
+        handler=_plain(lambda dependencies: dependencies.targets.get),
+        permission=Permission.ADMIN,
+        operation=Operation(summary="Lists where the metrics of all members are, for Prometheus"),
+    ),
+    RouteEntry(
+        method="GET",
         path="/openapi.json",
         handler=_plain(
             lambda dependencies: (

@@ -198,6 +198,12 @@ class AdmissionQueue:
         self.tokens -= queued.query.total_tokens
         return queued
 
+    def oldest_wait_s(self, now: float) -> float:
+        """Returns how long the oldest queued request has waited; 0 without one."""
+        # A copy, since a scrape reads in another thread.
+        oldest = next(iter(tuple(self._queued.values())), None)
+        return 0.0 if oldest is None else max(0.0, now - oldest.queued_at)
+
     def withdraw_session(self, session: int) -> list[QueuedRequest]:
         return self._withdraw_all([p for p in self._queued.values() if p.session == session])
 

@@ -719,13 +719,15 @@ async def test_a_directory_that_cannot_be_read_gives_revision_zero(files: FileMe
     registry = files.connect()
     with capture_logs():
         assert (await registry.snapshot(NS)).revision == 0
+    assert not registry.is_reachable
 
 
 async def test_the_loss_and_the_recovery_of_a_registration_are_each_logged_once(
     files: FileMesh,
 ) -> None:
-    one = worker()
-    await files.connect().register(one)
+    one, registry = worker(), files.connect()
+    await registry.register(one)
+    states = [registry.is_reachable]
     with capture_logs() as logs:
         shutil.rmtree(files.path)
         files.path.write_text("in the way")
@@ -734,12 +736,15 @@ async def test_the_loss_and_the_recovery_of_a_registration_are_each_logged_once(
             return any(line["event"] == "registration_lost" for line in logs)
 
         await until(is_noticed, "the loss is logged")
+        states.append(registry.is_reachable)
         files.path.unlink()
 
         async def is_back() -> bool:
             return files.entry(one).exists()
 
         await until(is_back, "the entry is back")
+        states.append(registry.is_reachable)
+    assert states == [True, False, True]
     events = [line["event"] for line in logs]
     assert events == ["registration_lost", "registration_restored"]
 

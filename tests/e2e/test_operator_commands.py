@@ -352,7 +352,8 @@ def test_names_stand_beside_ids_in_logs_spans_and_metrics(
             continue
         (ready,) = service.events("ready")
         assert (ready["name"], ready["instance"]) == (service.name, str(service.instance_id))
-    labels = f'instance_id="{mesh.frontend.instance_id}",service="frontend"'
+    instance_id = f'instance_id="{mesh.frontend.instance_id}"'
+    labels = f'{instance_id},model="",role="frontend",service="frontend"'
     metrics = mesh.http.get(f"{mesh.url}/metrics").text
     assert f'kvmesh_instance_info{{{labels},stable_name="frontend-1"}} 1.0' in metrics
     request(mesh, "named")

@@ -303,10 +303,12 @@ async def test_a_frontend_that_was_stopped_does_not_migrate_its_streams(
             assert_exact(streams, oracle)
             metrics = (await client.get("/metrics")).text
     values = dict(
-        re.findall(r"^kvmesh_frontend_(retries|loop_stalled_seconds)_total (.+)", metrics, re.M)
+        re.findall(
+            r"^kvmesh_(frontend_retries|event_loop_stalled_seconds)_total (.+)", metrics, re.M
+        )
     )
-    assert float(values["retries"]) == 0.0
-    assert float(values["loop_stalled_seconds"]) > STOPPED_S - 1.0
+    assert float(values["frontend_retries"]) == 0.0
+    assert float(values["event_loop_stalled_seconds"]) > STOPPED_S - 1.0
 
 
 async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Oracle) -> None:

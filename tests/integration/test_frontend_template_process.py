@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.errors import Unavailable
+from common.trials import child_process
 from frontend_svc.prompts import template_process
 from frontend_svc.prompts.control_tokens import ControlTokens
 from frontend_svc.prompts.prompt import TemplateError
@@ -138,9 +139,11 @@ async def test_only_the_prompt_that_exceeds_a_limit_fails(template: TemplateProc
 async def test_a_prompt_alone_that_exceeds_its_time_is_rendered_once(
     template: TemplateProcess,
 ) -> None:
+    ends_before = child_process.unexpected_ends[child_process.TEMPLATE]
     with capture_logs() as logs, pytest.raises(TemplateError, match="exceeded its limits"):
         await prompt(template, "loop")
     assert [line["event"] for line in logs] == ["template_process_ended"]
+    assert child_process.unexpected_ends[child_process.TEMPLATE] == ends_before + 1
     assert await prompt(template, "next") == "<next>"
 
 

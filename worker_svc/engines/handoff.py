@@ -17,6 +17,10 @@ ROOM_TAKEN: Final = "HANDOFF_ROOM_TAKEN"
 MISMATCH: Final = "HANDOFF_MISMATCH"
 FULL: Final = "HANDOFF_FULL"
 EXPIRED: Final = "TRANSFER_EXPIRED"
+FAILURES: Final = (
+    *(NO_BLOCKS, NO_PARTNER, PEER_ABORTED, PEER_LOST),
+    *(ROOM_TAKEN, MISMATCH, FULL, EXPIRED),
+)
 
 _MESSAGES: Final = {
     NO_PARTNER: "the other leg of the request did not arrive in time",

@@ -56,6 +56,7 @@ from worker_svc.engines.contract import (
     chunk,
     usage,
 )
+from worker_svc.engines.handoff import FAILURES as HANDOFF_FAILURES
 from worker_svc.serving.request_watch import PREPARATION_S, RequestWatch, WatchedRequest
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
 from worker_svc.tracing import GenerateSpan, GenerateSpans
@@ -126,6 +127,8 @@ class Runner:
         self.card_checksum = card_checksum
         self.vocab_size: int | None = None
         self.counters: Counter[str] = Counter()
+        # By reason.
+        self.handoff_failures = Counter(dict.fromkeys(HANDOFF_FAILURES, 0))
         self.is_draining = False
         self.spans: GenerateSpans | None = None
         self.last_output_at = -math.inf
@@ -318,6 +321,8 @@ class Runner:
                     span.drop()
                 raise
             outcome = "failed"
+            if failure.reason in HANDOFF_FAILURES:
+                self.handoff_failures[failure.reason] += 1
             if failure.reason == INVALID_OUTPUT:
                 self.counters["invalid_output"] += 1
                 log.error("invalid_output", message=failure.message)

@@ -99,6 +99,11 @@ class ConsulRegistry:
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
 
+    @property
+    def is_reachable(self) -> bool:
+        views, leases = tuple(self._views.values()), tuple(self._leases.values())
+        return not any(view.is_lost for view in views) and not any(one.is_lost for one in leases)
+
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
         # Raises for invalid instances before any call.
@@ -311,7 +316,8 @@ class _ConsulLease:
         self._is_published = False
         # Of the published entry.
         self._meta: Mapping[str, str] = {}
-        self._is_lost = False
+        # Whether the last attempt to restore or renew the entry failed.
+        self.is_lost = False
 
     async def update(self, instance: Instance) -> None:
         async with self.lock:
@@ -347,18 +353,18 @@ class _ConsulLease:
             try:
                 await self._restore_or_renew()
             except MeshError as error:
-                if not self._is_lost:
+                if not self.is_lost:
                     LOG.warning("registration_lost", id=self.instance.id, error=error.message)
-                self._is_lost = True
+                self.is_lost = True
             else:
-                if self._is_lost:
+                if self.is_lost:
                     LOG.info("registration_restored", id=self.instance.id)
-                self._is_lost = False
+                self.is_lost = False
 
     async def _restore_or_renew(self) -> None:
         namespace, instance_id = self.instance.namespace, self.instance.id
         if await self._client.registered_meta(namespace, instance_id) != self._meta:
-            self._is_lost = True
+            self.is_lost = True
             await self.publish(self.instance)
             await self._client.delete(departure_key(namespace, instance_id))
         elif self._registry._signer.is_old(self._meta.get(SIGNATURE_KEY, "")):

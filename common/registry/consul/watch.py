@@ -52,7 +52,8 @@ class NamespaceView:
         self._lock = asyncio.Lock()
         self._watch_count = 0
         self._follow_task: asyncio.Task[None] | None = None
-        self._is_lost = False
+        # Whether the last read failed.
+        self.is_lost = False
         self._unreadable: frozenset[str] = frozenset()
 
     async def refresh(self) -> None:
@@ -136,9 +137,9 @@ class NamespaceView:
             error = listing.unreadable[entry_id]
             LOG.warning("registry_entry_unreadable", id=entry_id, error=error)
         self._unreadable = frozenset(listing.unreadable)
-        if self._is_lost:
+        if self.is_lost:
             LOG.info("registry_recovered", namespace=self._namespace)
-        self._is_lost = False
+        self.is_lost = False
         listed = {e.instance.id: e for e in listing.entries}
         passing = {key: e for key, e in listed.items() if e.health is HealthState.PASSING}
         absent = [e for key, e in self._members.items() if key not in passing]
@@ -174,9 +175,9 @@ class NamespaceView:
         return {e.instance.id: e for e, lives in zip(candidates, alive, strict=True) if lives}
 
     def _log_lost(self, error: MeshError) -> None:
-        if not self._is_lost:
+        if not self.is_lost:
             LOG.warning("registry_lost", namespace=self._namespace, error=error.message)
-        self._is_lost = True
+        self.is_lost = True
 
     def _notify(self) -> None:
         self.changed.set()

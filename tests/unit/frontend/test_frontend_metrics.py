@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -372,7 +374,8 @@ def test_the_duration_is_in_seconds_of_a_monotonic_clock(
 
 async def send(encode: Callable[[], bytes], method: str = "GET") -> httpx.Response:
     """Returns the response of the route of the metrics."""
-    endpoint = PlainEndpoint(METRICS, MetricsHandler(encode, METRICS.path).scrape)
+    handler = MetricsHandler(lambda _: (encode(), CONTENT_TYPE_PLAIN_0_0_4), METRICS.path)
+    endpoint = PlainEndpoint(METRICS, handler.scrape)
     dispatcher = Dispatcher([(METRICS, endpoint)])
 
     async def without_keys(scope: Scope, receive: Receive, send: Send) -> None:
@@ -474,6 +477,21 @@ def test_first_token_gaps_and_token_counts_are_observed(
     gaps = f"{name}inter_token_latency_seconds_bucket"
     assert sample(registry, gaps, model="m", le="0.035") == 0
     assert sample(registry, gaps, model="m", le="0.064") == 4
+
+
+def test_the_newest_sampled_request_of_a_bucket_is_its_exemplar(
+    state: DeploymentState, registry: CollectorRegistry, clock: FakeClock
+) -> None:
+    state.register(registry)
+    for trace_id, ttft_s in (("aa", 0.5), ("bb", 0.5), ("", 0.5), ("cc", 100.0)):
+        with state.begin("m", CHAT, True, trace_id) as meter:
+            clock.now += ttft_s
+            meter.tokens(1, clock.now)
+    text = openmetrics.generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+    for name in ("time_to_first_token_seconds", "request_duration_seconds"):
+        pattern = rf'^kvmesh_frontend_{name}_bucket.* # {{trace_id="(\w+)"}} (\S+) '
+        found = re.findall(pattern, text, re.M)
+        assert found == [("bb", "0.5"), ("cc", "100.0")]
 
 
 @pytest.mark.row("S3-41")
@@ -626,7 +644,7 @@ def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
 def test_resilience_stats_are_read_at_each_scrape() -> None:
     unrouted = 0
     registry = CollectorRegistry()
-    registry.register(ResilienceCollector(lambda: (0.0, 0, 0, unrouted, 0, 0, 2, 1, True), "p"))
+    registry.register(ResilienceCollector(lambda: (0, 0, unrouted, 0, 0, 2, 1, True), "p"))
     for unrouted in (3, 7):
         assert registry.get_sample_value("p_unrouted_total") == unrouted
         assert registry.get_sample_value("p_excluded_workers") == 1

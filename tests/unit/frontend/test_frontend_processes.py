@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from common.service.metrics_server import add_instance_info, add_process_metrics
 from frontend_svc.config import FrontendConfig
@@ -36,6 +40,18 @@ def process(requests: int, inflight: int, latency_s: float, drift: float) -> Col
     Counter("requests_total", "Requests", ("model",), registry=registry).labels("m").inc(requests)
     registry.register(Gauges({"inflight": (Across.SUM, inflight), "share": (Across.MAX, drift)}))
     Histogram("latency", "Time", registry=registry, buckets=(1, 2)).observe(latency_s)
+    return registry
+
+
+def as_one_metric(metric: Metric) -> CollectorRegistry:
+    """Returns a registry with this metric."""
+
+    class One(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield metric
+
+    registry = CollectorRegistry()
+    registry.register(One())
     return registry
 
 
@@ -71,9 +87,14 @@ async def test_processes_join_the_values_of_each_process_gauge_by_its_rule() -> 
     add_process_metrics(registry)
     add_instance_info(registry, "frontend", 7, "frontend-0")
     own = read_families(registry)
-    assert {name for name, kind, *_ in own if kind == "gauge"} == set(PROCESS_GAUGES)
+    gauges = {name for name, kind, *_ in own if kind == "gauge"}
+    of_services = {
+        *("registry_reachable", "routable_given_up"),
+        "certificate_expiry_timestamp_seconds",
+    }
+    assert gauges | {f"kvmesh_{name}" for name in of_services} == set(PROCESS_GAUGES)
     one, both = (
-        {sample: value for *_, samples in found for sample, _, value in samples}
+        {sample: value for *_, samples in found for sample, _, value, _ in samples}
         for found in (own, sum_families([own, own]))
     )
     equal = {name for name in both if both[name] == one[name] and "_created" not in name}
@@ -85,6 +106,17 @@ def test_the_encoding_of_one_process_is_unchanged() -> None:
     registry = process(3, 1, 0.5, 0.25)
     again = as_registry(sum_families([read_families(registry)]))
     assert generate_latest(again) == generate_latest(registry)
+
+
+def test_the_newest_exemplar_of_a_bucket_is_kept_across_processes() -> None:
+    exemplars = [Exemplar({"trace_id": str(at)}, 0.5, at) for at in (2.0, 1.0)]
+    families = []
+    for exemplar in exemplars:
+        metric = HistogramMetricFamily("latency", "Time", [("1.0", 1, exemplar), ("+Inf", 1)], 0.5)
+        families.append(read_families(as_one_metric(metric)))
+    both = as_registry(json.loads(json.dumps(sum_families(families))))
+    text = openmetrics.generate_latest(both).decode()  # type: ignore[no-untyped-call]
+    assert 'latency_bucket{le="1.0"} 2.0 # {trace_id="2.0"} 0.5 2.0' in text
 
 
 def test_counters_and_histograms_outlive_their_process() -> None:

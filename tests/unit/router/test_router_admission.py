@@ -1110,3 +1110,16 @@ def test_a_weight_that_is_not_above_zero_is_refused(weight: float) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Bed().submit("a", Query("m", 1, tenant_weight=weight))
     assert refused.value.field == "query.tenant_weight"
+
+
+def test_the_age_of_the_queue_is_that_of_its_oldest_request() -> None:
+    bed = Bed()
+    queue = bed.router.queue
+    bed.admit("runs")
+    assert queue.oldest_wait_s(bed.now) == 0
+    for name in ("first", "second"):
+        queued(bed.admit(name))
+        bed.now += 2
+    assert queue.oldest_wait_s(bed.now) == 4
+    queue.withdraw(key("first"))
+    assert queue.oldest_wait_s(bed.now) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def test_the_newest_files_that_fit_together_are_used(tmp_path: Path) -> None:
     files = CertificateFiles({"tls_cert_path": cert, "tls_key_path": key})
     first = files.newest()
     assert files.newest() is first
+    assert time.time() < first.ends_at_s < time.time() + 400 * 86_400
     old_key = key.read_bytes()
     authority.issue("a")
     second = files.newest()

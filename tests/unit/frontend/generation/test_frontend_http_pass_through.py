@@ -127,6 +127,10 @@ def worker(model_type: str, card: ModelCard | None) -> Instance:
     )
 
 
+def no_metrics(_: str) -> tuple[bytes, str]:
+    return b"", "text/plain"
+
+
 async def alone(own: Readiness) -> Readiness:
     """Returns the readiness of a frontend with one process."""
     return own
@@ -187,7 +191,9 @@ async def served(
             usage,
             ended.append,
         )
-        api = ApiDependencies(dependencies, Trials(()), None, lambda: ready, alone, lambda: b"")
+        api = ApiDependencies(
+            dependencies, Trials(()), None, lambda: ready, alone, no_metrics, Members()
+        )
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:
             public = with_keys(public, KeyFile(keys), TenantQuotas(Members()))
