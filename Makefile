@@ -30,7 +30,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay bench-scaling lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs dashboards dashboards-check compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-replay bench-scaling lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -141,6 +141,12 @@ rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` unde
 
 compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, ha; last line is JSON
 	$(BIN)/python -m tests.compose $(ARGS)
+
+dashboards: $(VENV)/.dev ## Write dashboards, alerts, runbook and the reference of the metrics
+	$(BIN)/python -m tools.dashboards
+
+dashboards-check: $(VENV)/.dev ## Every query and alert on a real Prometheus and a loaded mesh, six faults (minutes); last line is JSON
+	$(BIN)/python -m tests.dashboards $(ARGS)
 
 bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without end, beside streams (two minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.bombs $(ARGS)
