@@ -22,8 +22,9 @@ RUN_NEEDS := .venv-sglang/bin/meshctl
 RUN := .venv-sglang/bin/meshctl up --sample --engine sglang --workers 1 --ready-s 300 \
 	--model-name $(if $(MODEL_PATH),$(notdir $(patsubst %/,%,$(MODEL_PATH))) --model-path $(MODEL_PATH),tiny)
 else
-RUN_NEEDS := $(VENV)/.runtime
-RUN := $(BIN)/meshctl up --sample --engine $(ENGINE)
+# The console shows the spans of every request.
+RUN_NEEDS := $(VENV)/.console
+RUN := KVMESH_TRACE_SAMPLE_RATIO=$${KVMESH_TRACE_SAMPLE_RATIO:-1} $(BIN)/meshctl up --sample --consoles 1 --engine $(ENGINE)
 endif
 
 # Folders that tools leave beside what they read.
@@ -35,7 +36,7 @@ CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothes
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
 
-run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim workers), show one answer
+run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim workers, console), show one answer
 	@$(RUN) $(ARGS)
 
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
@@ -226,7 +227,8 @@ fuzz-openapi: $(VENV)/.dev $(CLIENTS)/.python ## schemathesis over /openapi.json
 
 lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt
-	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
+	$(LOCK) --extra console -c requirements/runtime.txt -o requirements/console.txt
+	$(LOCK) --extra console --extra dev -c requirements/console.txt -o requirements/dev.txt
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
@@ -255,5 +257,8 @@ $(BIN)/meshctl .venv-sglang/bin/meshctl:
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/meshctl
 	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@; }'
 
+$(VENV)/.console: requirements/console.txt | $(BIN)/meshctl
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the dependencies of the mesh and its console into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime; }'
+
 $(VENV)/.dev: requirements/dev.txt | $(BIN)/meshctl
-	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime; }'
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime $(VENV)/.console; }'

@@ -35,6 +35,7 @@ COMMANDS = {
     "start": "start a drained member of `meshctl up`",
     "export": "write the units of systemd that run a mesh",
     "health": "request the health of a gRPC port",
+    "console": "print a link that logs in to the console once",
     "keys": "create, list, revoke and rotate the API keys of clients",
     "usage": "show the tokens that tenants, keys, models and adapters used",
     "replay": "compare routing policies on a trace, in virtual time",

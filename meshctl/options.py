@@ -92,6 +92,13 @@ class UpOptions(ServiceConfig):
     """Number of frontends."""
     indexers: NonNegativeInt = 1
     """Number of indexers. 0: routers only use their own decisions."""
+    consoles: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: also start a console, to which the services export their spans. It needs more packages:
+    pip install 'kvmesh[console]'; make run installs them."""
+    console_port: Port = 8070
+    """HTTP port of the console. 0: any."""
+    console_otlp_port: Port = 8071
+    """Port of the console's OTLP receiver. 0: any."""
     workers: NonNegativeInt | None = None
     """Number of aggregated workers. Unset: 2, or 0 with --prefill or --decode."""
     prefill: NonNegativeInt = 0

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from meshctl.mesh_file.document import KeyPath, MeshFileError, key_text
 from meshctl.mesh_file.schema import (
     Adapter,
+    ConsoleSection,
+    FrontendSection,
     MeshFile,
     ServiceSection,
     WorkerGroup,
@@ -25,7 +27,7 @@ NOTICE_S = 0.3
 STOP_MARGIN_S = 10.0
 
 # A service that sends work stops before the service that receives it: lower ranks first.
-_DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
+_DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3, "console": 4}
 _NO_FILE = MeshFile()
 # The flag that counts the workers of a role.
 _COUNTS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
@@ -53,6 +55,8 @@ class ServiceSpec:
     """Variables beyond those of meshctl."""
     http_port: int | None = None
     """Port on which meshctl listens for it; 0: any. None: the process listens itself."""
+    is_observer: bool = False
+    """The mesh is ready, and goes on, without it: no member sends it work."""
     origins: Mapping[str, KeyPath] = field(default_factory=dict)
     """Key of the mesh file that a flag or variable is from."""
 
@@ -89,6 +93,10 @@ def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[S
             _build_spec(options, "worker", i, flags, mesh, group=group, number=number)
             for i in range(group.count)
         ]
+    if options.consoles:
+        ports = ["--http-port", str(options.console_port)]
+        ports += ["--otlp-port", str(options.console_otlp_port)]
+        specs.append(_build_spec(options, "console", 0, ports, mesh))
     return specs
 
 
@@ -184,6 +192,8 @@ def _build_spec(
             common += ["--health-port", "0"]
     common += ["--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
     common += ["--stable-name", f"{options.name_prefix}{name}"]
+    if options.consoles and options.console_otlp_port and kind != "console":
+        _add_collector(variables, service_prefix(kind), options)
     role = kind
     if group is not None:
         role = f"{group.role} worker of {group.model}"
@@ -205,6 +215,7 @@ def _build_spec(
         engine="" if group is None else group.engine,
         environ=variables.values,
         http_port=http_port,
+        is_observer=kind == "console",
         origins=variables.origins,
     )
 
@@ -221,11 +232,15 @@ def _variables(
             "frontend": mesh.frontends,
             "router": mesh.routers,
             "indexer": mesh.indexers,
+            "console": mesh.consoles,
         }
-        variables.add((f"{kind}s",), sections[kind], prefix)
-        if kind == "frontend" and "http_host" in mesh.frontends.model_fields_set:
-            origin: KeyPath = ("frontends", "http_host")
-            variables.put(f"{prefix}HTTP_HOST", mesh.frontends.http_host, origin)
+        section = sections[kind]
+        variables.add((f"{kind}s",), section, prefix)
+        if (
+            isinstance(section, FrontendSection | ConsoleSection)
+            and "http_host" in section.model_fields_set
+        ):
+            variables.put(f"{prefix}HTTP_HOST", section.http_host, (f"{kind}s", "http_host"))
         return variables
     path: KeyPath = ("workers", number)
     layers: list[tuple[KeyPath, WorkerOverride]] = [(path, group)]
@@ -239,6 +254,13 @@ def _variables(
     if adapters:
         _add_adapters(variables, prefix, group.engine, adapters)
     return variables
+
+
+def _add_collector(variables: Variables, prefix: str, options: UpOptions) -> None:
+    """Sends the spans of a service to the console, unless another collector is configured."""
+    name = f"{prefix}OTLP_ENDPOINT"
+    if not (variables.values.get(name) or options.otlp_endpoint):
+        variables.put(name, f"http://127.0.0.1:{options.console_otlp_port}", ("consoles",))
 
 
 def _add_adapters(

@@ -24,13 +24,16 @@ from random import SystemRandom
 import click
 import httpx
 
+from common.access.login_links import DEFAULT_FOLDER
 from common.errors import MeshError
 from common.inspection import gateway
 from common.registry.open import describe_registry, open_registry
 from common.registry.registry import Registry
 from common.rpc.channel import Security, security_from_config
 from common.runtime.config import ServiceConfig
+from common.runtime.free_ports import free_ports
 from common.runtime.tasks import TaskGroup
+from meshctl.commands.console import LOGIN_PATH_VARIABLE, new_link
 from meshctl.commands.control_handler import ControlHandler
 from meshctl.commands.mesh_options import (
     UP_FLAGS,
@@ -116,6 +119,9 @@ def command(environ: Mapping[str, str], options: UpOptions, then: tuple[str, ...
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
+    if options.consoles and not options.console_otlp_port:
+        # All services must have it before the console starts.
+        options = options.model_copy(update={"console_otlp_port": free_ports(1)})
     try:
         specs = read_specs(options, environ)
         required: Sequence[str] = ()
@@ -146,6 +152,9 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
         ):
             for name in own.keys() - shared.keys():
                 check_port(options.http_host, own[name])
+            if options.consoles:
+                check_port("127.0.0.1", options.console_port, "--console-port")
+                check_port("127.0.0.1", options.console_otlp_port, "--console-otlp-port")
             launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ, frontends)
             command = _UpCommand(options, environ, launcher, screen, specs, required, frontends)
             return asyncio.run(command.run())
@@ -309,11 +318,28 @@ class _UpCommand:
             status = 0
             if self.options.sample:
                 status = await self._sample(http, url)
+            if self.options.consoles and not self.options.once:
+                await self._print_login(supervisor)
             if self.options.then:
                 status = await self._run(url) or status
             if self.options.once:
                 self.session_status = status
                 supervisor.stop()
+
+    async def _print_login(self, supervisor: Supervisor) -> None:
+        """Prints a link to the console, once it is ready."""
+        child = next(c for c in supervisor.children if c.spec.is_observer)
+        if problem := await supervisor.wait_ready(child):
+            self.screen.print_error(f"{child.spec.name} did not start: {problem}")
+            return
+        environ = child.spec.with_environ(self.environ)
+        folder = Path(environ.get(LOGIN_PATH_VARIABLE) or DEFAULT_FOLDER)
+        try:
+            link = new_link(folder, http_url(child.line))
+        except (OSError, MeshError) as error:
+            self.screen.print_error(f"no link to the console: {error}")
+            return
+        self.screen.print_line(f"console  {link}   (once, within ten minutes)")
 
     async def _serve_control(self, supervisor: Supervisor, security: Security) -> None:
         """Serves `meshctl restart`, `drain`, `start` and `status`."""
@@ -372,7 +398,8 @@ class _UpCommand:
             async with asyncio.timeout(self.options.ready_s) as self.mesh_limit:
                 while True:
                     await supervisor.wait_all_ready()
-                    urls = [url for child in supervisor.children if (url := http_url(child.line))]
+                    served = [c for c in supervisor.children if not c.spec.is_observer]
+                    urls = [url for child in served if (url := http_url(child.line))]
                     found = [
                         await gateway.find_serving_problem(http, url, model)
                         for url in urls

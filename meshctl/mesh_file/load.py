@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from common.runtime.config import PREFIX, ConfigError, ServiceConfig, flag_name, read_config
+from common.runtime.config import (
+    PREFIX,
+    SERVICES,
+    ConfigError,
+    ServiceConfig,
+    flag_name,
+    read_config,
+)
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError, read_document
 from meshctl.mesh_file.schema import OPTION_KEYS, MeshFile, parse_mesh_file
 from meshctl.mesh_file.settings import find_setting_problems, with_variables
 
 FILE_BYTES_MAX = 1 << 20
-_VARIABLE = re.compile(rf"{PREFIX}(?:(?:FRONTEND|ROUTER|INDEXER|WORKER)_)?([A-Z0-9_]+)")
+_VARIABLE = re.compile(rf"{PREFIX}(?:(?:{'|'.join(SERVICES)})_)?([A-Z0-9_]+)")
 # Keys of sections with the flag for their count.
-_COUNTS = ("frontends", "routers", "indexers")
+_COUNTS = ("frontends", "routers", "indexers", "consoles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,9 @@ class LoadedMesh:
                 values[key] = getattr(mesh, key).count
         if "frontends" in mesh.model_fields_set:
             values["http_port"] = mesh.frontends.http_port
+        if "consoles" in mesh.model_fields_set:
+            values["console_port"] = mesh.consoles.http_port
+            values["console_otlp_port"] = mesh.consoles.otlp_port
         if mesh.pass_environ:
             values["pass_environ"] = ",".join(mesh.pass_environ)
         flags = {word.partition("=")[0] for word in given}

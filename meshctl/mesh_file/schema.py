@@ -105,6 +105,17 @@ class FrontendSection(ServiceSection):
     """Of the first frontend; further ones use the next ports. 0: any."""
 
 
+class ConsoleSection(ServiceSection):
+    """Consoles."""
+
+    count: Annotated[int, Field(ge=0, le=1)] = 0
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8070
+    """0: any."""
+    otlp_port: Port = 8071
+    """0: any."""
+
+
 class WorkerOverride(ServiceSection):
     """What differs between the workers of a group."""
 
@@ -162,6 +173,7 @@ class MeshFile(_Section):
     frontends: FrontendSection = FrontendSection()
     routers: RouterSection = RouterSection()
     indexers: IndexerSection = IndexerSection()
+    consoles: ConsoleSection = ConsoleSection()
     workers: tuple[WorkerGroup, ...] = ()
     require: tuple[RequiredRole, ...] = ()
     """Roles without which no member is ready."""
@@ -204,6 +216,7 @@ _SECTIONS: Mapping[str, type[_Section]] = {
     "frontends": FrontendSection,
     "routers": RouterSection,
     "indexers": IndexerSection,
+    "consoles": ConsoleSection,
     "workers": WorkerGroup,
     "each": WorkerOverride,
     "adapters": Adapter,
@@ -219,7 +232,7 @@ def _keys_at(path: KeyPath) -> list[str]:
 
 def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     found: list[tuple[KeyPath, str]] = []
-    names: set[str] = {"frontend", "router", "indexer"}
+    names: set[str] = {"frontend", "router", "indexer", "console"}
     for i, group in enumerate(mesh.workers):
         if group.member_name in names:
             text = f"{group.member_name!r} is the name of another group; give each its `name`"

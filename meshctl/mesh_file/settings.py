@@ -15,6 +15,7 @@ from meshctl.mesh_file.schema import MeshFile, ServiceSection
 _OWN: Final[Mapping[str, str]] = {
     **{name: name for name in ("namespace", "registry", "registry_path", "consul_url", "drain_s")},
     **{name: f"frontends.{name}" for name in ("http_host", "http_port")},
+    "otlp_port": "consoles.otlp_port",
     **{name: f"workers[].{name}" for name in ("engine", "role", "model_path", "engine_args")},
     "model_name": "workers[].model",
     **dict.fromkeys(("stable_name", "notice_s", "ready_fd", "http_fd"), ""),
@@ -74,6 +75,7 @@ def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
     yield from _section_problems(("frontends",), mesh.frontends)
     yield from _section_problems(("routers",), mesh.routers)
     yield from _section_problems(("indexers",), mesh.indexers)
+    yield from _section_problems(("consoles",), mesh.consoles)
     for i, group in enumerate(mesh.workers):
         yield from _section_problems(("workers", i), group)
         for n, override in enumerate(group.each):
@@ -90,6 +92,8 @@ def _section_problems(
             yield at, f"no such setting; names have underscores: {near}"
         elif name in _OWN:
             key = _OWN[name]
+            if path[:1] == ("consoles",):
+                key = key.replace("frontends", "consoles")
             yield at, f"set it with the key {key}" if key else "is set by meshctl"
     for name in section.environment:
         if name.startswith(PREFIX):

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 BACKLOG = 4096
+HTTP_PORT = "--http-port"
 
 
 class CannotListen(OSError):
@@ -61,7 +62,7 @@ def listeners(host: str, ports: Mapping[str, int]) -> Iterator[Listeners]:
             opened.close(name)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str = HTTP_PORT) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Lingering connections of an earlier run do not matter.
@@ -73,12 +74,13 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         problem = f"cannot be bound: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            problem = "is in use; free it, or choose another with --http-port"
+            problem = f"is in use; free it, or choose another with {flag}"
         raise CannotListen(f"port {port} of {host} {problem}") from error
     return listener
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises CannotListen if a frontend could not bind a port; port 0 always passes."""
+def check_port(host: str, port: int, flag: str = HTTP_PORT) -> None:
+    """Raises CannotListen if a service could not bind a port; port 0 always passes. flag: sets
+    it."""
     if port:
-        _listen(host, port).close()
+        _listen(host, port, flag).close()

@@ -15,7 +15,7 @@ from meshctl.mesh_file.settings import PORTS, service_prefix
 from meshctl.services import ServiceSpec, process_count
 
 # Services that others need come first, so that a new frontend connects to new routers and workers.
-_ORDER = ("indexer", "worker", "router", "frontend")
+_ORDER = ("indexer", "worker", "router", "frontend", "console")
 # Its value begins with the host in a registry of several hosts.
 _STABLE_NAME = "--stable-name"
 
@@ -64,11 +64,15 @@ def plan(
     member of a role.
 
     - environ: of meshctl, which services inherit.
-    - new_first: None: frontends, and the only members of a role, are replaced new-first.
+    - new_first: None: frontends, and the only members of a role, are replaced new-first; observers,
+      whose ports are fixed and which may be absent for a while, never.
     """
     steps = []
     for member in selected:
         spec = member.spec
+        if spec.is_observer:
+            steps.append(Step(spec.name, False))
+            continue
         peers = [m for m in members if m.spec.role == spec.role and m.spec.name != spec.name]
         is_last = not any(m.is_live for m in peers)
         is_surge = is_last or spec.http_port is not None if new_first is None else new_first
@@ -95,7 +99,7 @@ def check_drain(members: Sequence[Member], name: str) -> Member:
     if others:
         raise InvalidRequest(f"{name!r} names {len(others) + 1} members; drain one at a time")
     peers = [m for m in members if m.spec.role == member.spec.role and m is not member]
-    if member.is_live and not any(m.is_live for m in peers):
+    if not member.spec.is_observer and member.is_live and not any(m.is_live for m in peers):
         raise InvalidRequest(f"{member.spec.name} is the last live {member.spec.role}")
     return member
 

@@ -31,6 +31,8 @@ async def find_missing(
     """
     if child.line is None:
         return Waiting("it is not ready")
+    if child.spec.is_observer:
+        return Waiting()
     for role in required:
         members = [c for c in supervisor.children if c.spec.role.partition(" ")[0] == role]
         if not any(member.state is State.READY for member in members):

@@ -287,8 +287,10 @@ class Supervisor:
         await self._stop.wait()
 
     async def wait_all_ready(self) -> None:
-        """Waits until every service is ready at the same time."""
-        while any(child.state is not State.READY for child in self._children):
+        """Waits until every service that the mesh needs is ready at the same time."""
+        while any(
+            child.state is not State.READY for child in self._children if not child.spec.is_observer
+        ):
             await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
@@ -393,7 +395,7 @@ class Supervisor:
             self._on_event(
                 RestartsExhausted(child.spec.name, child.restarts.failures, is_retryable, error)
             )
-            if not child.is_replacement:
+            if not (child.is_replacement or child.spec.is_observer):
                 self.is_clean = False
                 self.stop()
         return pause_s

@@ -55,7 +55,8 @@ def mesh_error(error: grpc.RpcError) -> MeshError:
 class Service:
     """One process.
 
-    service_name: frontend, router, indexer or worker. kind: the service, or a worker's role.
+    service_name: frontend, router, indexer, worker or console. kind: the service, or a worker's
+    role.
     module: Python module to run; empty: that of the service. tree: the source that runs.
     """
 
@@ -257,6 +258,10 @@ class Mesh:
             "router": list(router_flags),
             "indexer": ["--notice-s=0.3", *indexer_flags],
             "worker": ["--notice-s=0.3", *worker_flags],
+            "console": [
+                *("--http-port=0", "--otlp-port=0", "--notice-s=0", "--interval-s=0.2"),
+                f"--login-path={folder / 'console'}",
+            ],
         }
         self._modules = {"worker": worker_module}
         self._trees = trees or {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.runtime.config import ServiceConfig, read_config
+from console_svc.config import ConsoleConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from meshctl.options import UpOptions
@@ -34,14 +35,27 @@ def test_prefill_and_decode_workers_get_their_role_flag() -> None:
     assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
+def test_a_console_is_started_last_and_receives_the_spans_of_all_services() -> None:
+    options = UpOptions(consoles=1, console_port=8100, console_otlp_port=8101)
+    *services, console = build_service_specs(options)
+    assert (console.name, console.module, console.is_observer) == ("console-0", "console_svc", True)
+    assert (flag(console, "--http-port"), flag(console, "--otlp-port")) == ("8100", "8101")
+    assert not console.environ
+    for spec in services:
+        service = spec.module.removesuffix("_svc").upper()
+        assert spec.environ == {f"KVMESH_{service}_OTLP_ENDPOINT": "http://127.0.0.1:8101"}
+        assert not spec.is_observer
+
+
 def test_services_accept_the_flags_that_meshctl_passes() -> None:
     rooms: dict[str, tuple[type[ServiceConfig], str]] = {
         "frontend_svc": (FrontendConfig, "FRONTEND"),
         "router_svc": (RouterConfig, "ROUTER"),
         "indexer_svc": (IndexerConfig, "INDEXER"),
         "worker_svc": (WorkerConfig, "WORKER"),
+        "console_svc": (ConsoleConfig, "CONSOLE"),
     }
-    for spec in build_service_specs(OPTIONS):
+    for spec in build_service_specs(OPTIONS.model_copy(update={"consoles": 1})):
         room, name = rooms[spec.module]
         config, warnings = read_config(room, name, {}, spec.args)
         assert config.notice_s == NOTICE_S

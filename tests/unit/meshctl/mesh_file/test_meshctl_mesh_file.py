@@ -87,6 +87,11 @@ def problems(tmp_path: Path, text: str) -> list[str]:
             "mesh.yaml:2:14: frontends.settings.Request-Timeout-S: no such setting; names have",
         ),
         (
+            "consoles:\n  settings: {http_port: 1}\n",
+            "mesh.yaml:2:14: consoles.settings.http_port: set it with the key consoles.http_port",
+        ),
+        ("consoles: {count: 2}\n", "mesh.yaml:1:12: consoles.count: input should be less than or"),
+        (
             "routers:\n  environment: {KVMESH_LOG_LEVEL: debug}\n",
             "mesh.yaml:2:17: routers.environment.KVMESH_LOG_LEVEL: is a setting",
         ),
@@ -113,6 +118,15 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 def test_a_problem_names_its_line_column_and_key(tmp_path: Path, text: str, expected: str) -> None:
     (problem, *_) = problems(tmp_path, text)
     assert problem.startswith(expected)
+
+
+def test_a_console_has_its_ports_and_settings_from_the_file(tmp_path: Path) -> None:
+    keys = "count: 1, http_port: 0, otlp_port: 8100, settings: {interval_s: 5}"
+    loaded = load(tmp_path, f"consoles: {{{keys}}}\n")
+    flags = loaded.option_flags([])
+    assert {"--consoles=1", "--console-port=0", "--console-otlp-port=8100"} <= set(flags)
+    console = specs_of(loaded, consoles=1)["console-0"]
+    assert console.environ == {"KVMESH_CONSOLE_INTERVAL_S": "5"}
 
 
 @pytest.mark.slow

@@ -107,3 +107,9 @@ def test_the_processes_of_one_frontend_keep_their_port_until_they_end() -> None:
     assert [step.new_first for step in steps(two, environ=environ)] == [False, False]
     with pytest.raises(InvalidRequest, match="fixed http_port"):
         steps(two[:1], environ=environ)
+
+
+def test_a_console_is_replaced_old_first_and_last() -> None:
+    members = [*MESH, member("console-0", is_observer=True)]
+    assert steps(members)[-1] == Step("console-0", False)
+    assert check_drain(members, "console").spec.name == "console-0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -76,6 +77,19 @@ async def test_a_service_that_is_never_ready_stops_the_mesh() -> None:
     assert world.log.entries.count("START a") == 5
     assert not supervisor.is_clean
     assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
+
+
+async def test_the_mesh_is_ready_and_goes_on_without_an_observer() -> None:
+    world = World(
+        born=lambda process: (dead if process.spec.name == "a" else becomes_ready)(process)
+    )
+    observer = replace(spec("a"), is_observer=True)
+    async with running(world, observer, spec("b")) as supervisor:
+        await supervisor.wait_all_ready()
+        assert await world.next_event(RestartsExhausted) == RestartsExhausted("a", 5)
+        assert [child.state for child in supervisor.children] == [State.FAILED, State.READY]
+        assert supervisor.is_clean
+        supervisor.stop()
 
 
 async def test_an_invalid_configuration_stops_the_mesh_without_a_restart() -> None:
