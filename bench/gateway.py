@@ -264,7 +264,7 @@ def main() -> None:
             bodies = folder / "bodies.jsonl"
             stream = MODES[load.mode][1]
             write_bodies(bodies, isl=load.isl, osl=args.osl, shared=args.shared, stream=stream)
-            rows.extend(_run(args, loadgen, bodies, stacks, load))
+            rows.extend(run_stacks(args, loadgen, bodies, stacks, load))
         result: dict[str, object] = {"rows": rows}
         if _loads(args) == list(NAMED) or args.full:
             result |= _extras(args, loadgen, folder, rows)
@@ -307,7 +307,7 @@ def _dynamo_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _run(
+def run_stacks(
     args: argparse.Namespace, loadgen: Path, bodies: Path, stacks: Sequence[Stack], plan: Load
 ) -> Iterator[dict[str, Any]]:
     """Starts the stacks, loads them in turns, yields one row for each number of connections."""

@@ -64,15 +64,15 @@ from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opene
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import Readiness, assess_readiness
+from frontend_svc.recent_requests import service as recent_requests
+from frontend_svc.recent_requests.ring import RecentRequests
+from frontend_svc.recent_requests.service import RecentRequestServicer
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.request.ports import WorkerPort
+from frontend_svc.responses import stored
 from frontend_svc.responses.store import ResponseStore
-from frontend_svc.responses.stored import (
-    SERVICE_NAME,
-    ResponseStoreService,
-    StoredResponses,
-)
+from frontend_svc.responses.stored import ResponseStoreService, StoredResponses
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.routers.session import grpc_session_opener
 from frontend_svc.routes.api import ApiDependencies
@@ -92,6 +92,7 @@ INHERITED_START_S = 20.0
 # For the records of the last requests to be written.
 RECORDS_CLOSE_TIMEOUT_S = 5.0
 ADMIN_CONNECTIONS_MAX = 64
+GRPC_SERVICES = (stored.SERVICE_NAME, recent_requests.SERVICE_NAME)
 
 
 class FrontendApp(ServiceApp[FrontendConfig]):
@@ -153,7 +154,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._rng,
         )
         self._canary_task: asyncio.Task[None] | None = None
-        self._records = _open_records(config)
+        self._recent_requests = RecentRequests(config.recent_requests, self._members)
+        self._records = _open_records(config, self._recent_requests)
         self._usage = UsageLedger(_open_usage(config, siblings), time.time)
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -189,7 +191,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         self._lifecycle = lifecycle
         config = self._config
-        port = self._bind(lifecycle, [SERVICE_NAME], has_streams=False)
+        port = self._bind(lifecycle, GRPC_SERVICES, has_streams=False)
+        frontend_pb2_grpc.add_RecentRequestServiceServicer_to_server(
+            RecentRequestServicer(self._recent_requests), self._server
+        )
         if self._stored_responses is not None:
             service = ResponseStoreService(self._stored_responses)
             frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
@@ -478,7 +483,7 @@ def _http_certificates(config: FrontendConfig) -> CertificateFiles | None:
     return CertificateFiles({"http_tls_cert_path": cert, "http_tls_key_path": key})
 
 
-def _open_records(config: FrontendConfig) -> RequestRecords:
+def _open_records(config: FrontendConfig, recent: RecentRequests) -> RequestRecords:
     def open_file(name: str, path: str) -> RecordFile | None:
         try:
             return RecordFile(Path(path), config.record_file_mb << 20) if path else None
@@ -487,7 +492,7 @@ def _open_records(config: FrontendConfig) -> RequestRecords:
 
     audit = open_file("audit_log", config.audit_log)
     trace = open_file("request_trace", config.request_trace)
-    return RequestRecords(audit, trace, config.audit_content)
+    return RequestRecords(audit, trace, config.audit_content, recent.add)
 
 
 def _open_usage(config: FrontendConfig, siblings: Siblings | None) -> UsageStore:

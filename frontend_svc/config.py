@@ -118,6 +118,9 @@ class FrontendConfig(ServiceConfig):
     frontend."""
     usage_days: PositiveInt = 90
     """Days after which usage records are removed."""
+    recent_requests: Annotated[int, Field(ge=0, le=65_536)] = 1024
+    """Requests whose timing and placement each process keeps in memory after their end, for
+    `meshctl requests` and `meshctl trace`. 0: none."""
     metrics_prefix: str = "kvmesh_frontend"
     """First part of the metric names. Must match the dashboards."""
     metrics_families: Literal["both", "legacy", "current"] = "both"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Any: JSON.
-from typing import Any
+from typing import Any, NamedTuple
 
 # Of a frontend: the files of its request trace and of its audit log.
 RECORD_VARIABLES = ("KVMESH_FRONTEND_REQUEST_TRACE", "KVMESH_FRONTEND_AUDIT_LOG")
@@ -19,12 +19,21 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _ID_FIELDS = ("request_id", "client_request_id", "x_request_id", "trace_id")
 
 
+class FoundWorker(NamedTuple):
+    """The name and the role of a worker."""
+
+    name: str
+    role: str
+
+
 @dataclass(frozen=True, slots=True)
 class FoundRequest:
-    """A request of a log line or a record. fields: those of the line. file: has the line."""
+    """A request of a log line or a record. fields: those of a log line. source: has it."""
 
     fields: Mapping[str, Any]
-    file: Path
+    source: str
+    workers: Mapping[str, FoundWorker] = field(default_factory=dict)
+    """By id, as far as the source has them."""
 
     @property
     def request_id(self) -> str:
@@ -57,7 +66,7 @@ def find_request(request_id: str, files: Iterable[Path]) -> FoundRequest | None:
         for fields in read_lines(file, ids):
             is_end = fields.get("event", "request") == "request" and "request_id" in fields
             if is_end and ids & {fields.get(name) for name in _ID_FIELDS}:
-                newest = FoundRequest(fields, file)
+                newest = FoundRequest(fields, str(file))
         if newest is not None:
             return newest
     return None

@@ -82,6 +82,7 @@ class GenerateSpan:
         self._tokens += count
 
     def end(self, terminal: LLMEngineOutput) -> None:
+        self.output(terminal)  # It may have the last tokens.
         is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
         reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
         usage = terminal.completion_usage

@@ -109,3 +109,6 @@ class Decision:
 
     is_unrouted: bool = field(default=False, metadata=LOCAL)
     """Not on the wire: the frontend decided, without a router and without a prediction."""
+
+    router_id: int = field(default=0, metadata=LOCAL)
+    """Not on the wire: the router that decided, set by the frontend. 0: none."""

@@ -38,6 +38,15 @@ from pydantic.fields import FieldInfo
 from common.errors import InvalidRequest
 from common.namespace import check_namespace
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
+from common.runtime.otlp import (
+    Header,
+    OtlpEndpoint,
+    check_endpoint,
+    check_endpoints,
+    endpoints_of,
+    header_problem,
+    parse_headers,
+)
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "CONSOLE")
@@ -48,7 +57,11 @@ FILE_SUFFIX = "_file"
 _ALIASES = {
     "consul_token": "CONSUL_HTTP_TOKEN",
     "jaeger_url": "JAEGER_QUERY_URL",
+    "otlp_ca_path": "OTEL_EXPORTER_OTLP_CERTIFICATE",
+    "otlp_cert_path": "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE",
     "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "otlp_headers": "OTEL_EXPORTER_OTLP_HEADERS",
+    "otlp_key_path": "OTEL_EXPORTER_OTLP_CLIENT_KEY",
 }
 
 # For a service `kvmesh-router`, Kubernetes injects KVMESH_ROUTER_PORT=tcp://... and a dozen others.
@@ -96,6 +109,12 @@ def _validate_namespace(value: str) -> str:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]  # From text: A,B,...
+OtlpUrls = Annotated[
+    tuple[Annotated[str, AfterValidator(check_endpoint)], ...],
+    BeforeValidator(_split),
+    AfterValidator(check_endpoints),
+]
+OtlpHeaders = Annotated[tuple[Header, ...], BeforeValidator(parse_headers)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -179,8 +198,18 @@ class ServiceConfig(BaseModel):
     """console is for reading the log directly."""
     mesh_key: str = Field(default="", repr=False)
     """Secret input of the block hashes. Must be the same in the whole mesh."""
-    otlp_endpoint: str | None = None
-    """OTLP gRPC collector, such as http://127.0.0.1:4317. Unset: no spans."""
+    otlp_endpoint: OtlpUrls = ()
+    """OTLP gRPC collectors, such as http://127.0.0.1:4317. Each receives all spans, and none delays
+    another one. Unset: no spans."""
+    otlp_headers: OtlpHeaders = Field(default=(), repr=False)
+    """Headers of exports: NAME=VALUE; with several collectors ENDPOINT NAME=VALUE, as otlp_endpoint
+    has it. Values may be percent-encoded. In a file, one a line."""
+    otlp_ca_path: Path | None = None
+    """PEM certificate authorities of the https collectors. Unset: those of gRPC."""
+    otlp_cert_path: Path | None = None
+    """PEM certificate chain that https collectors receive."""
+    otlp_key_path: Path | None = None
+    """PEM private key of otlp_cert_path."""
     trace_sample_ratio: Share = 0.1
     """Share of the traces started here that are kept, unless OTEL_TRACES_SAMPLER is set."""
     notice_s: NonNegativeFloat = 2.0
@@ -198,6 +227,11 @@ class ServiceConfig(BaseModel):
     @property
     def effective_metrics_host(self) -> str:
         return self.host if self.metrics_host is None else self.metrics_host
+
+    @property
+    def otlp_endpoints(self) -> tuple[OtlpEndpoint, ...]:
+        """The collectors, each with its headers."""
+        return endpoints_of(self.otlp_endpoint, self.otlp_headers)
 
     @property
     def has_mesh_secret(self) -> bool:
@@ -240,6 +274,10 @@ class ServiceConfig(BaseModel):
             found.append("operator_token: must differ from --mesh-token and --admin-token")
         if self.host in WILDCARD_HOSTS and not self.advertise_host:
             found.append(f"advertise_host: required, because peers cannot connect to {self.host!r}")
+        if problem := header_problem(self.otlp_endpoint, self.otlp_headers):
+            found.append(f"otlp_headers: {problem}")
+        if (self.otlp_cert_path is None) != (self.otlp_key_path is None):
+            found.append("otlp_cert_path: set both --otlp-cert-path and --otlp-key-path, or none")
         return found
 
 

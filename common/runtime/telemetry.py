@@ -1,9 +1,11 @@
-"""Traces. Only this module imports the OpenTelemetry SDK; the others use its API.
+"""Traces. Only this module and `span_export.py` import the OpenTelemetry SDK; the others use its
+API.
 
-Without an endpoint there is no SDK provider and every span is a no-op. With an endpoint, a thread
-exports spans in batches; a collector that does not answer slows neither requests nor shutdown. The
-SDK's own variables have precedence over the flags: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-OTEL_TRACES_SAMPLER. A parent arrives as a W3C `traceparent`; `tracestate` is not sent.
+Without an endpoint there is no SDK provider and every span is a no-op. Each endpoint has a queue
+and a thread, which exports spans in batches; a collector that does not answer slows neither
+requests nor shutdown nor the exports to another one. The SDK's own variables have precedence over
+the flags: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER. A parent arrives as a
+W3C `traceparent`; `tracestate` is not sent.
 
 The frontend chooses the id of prefill's span before that span exists, so that decode can link to it
 at its own start: `assign_next_span_id` makes the next span of this context take a given id.
@@ -13,8 +15,7 @@ from __future__ import annotations
 
 import random
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,21 +25,18 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from common.runtime import env
+from common.runtime.otlp import OtlpEndpoint
+from common.runtime.span_export import ClientFiles, ExportQueue, open_queue, shut_down
 
 LOG = structlog.get_logger(__name__)
 
 # Attribute of the resource of each span.
 STABLE_NAME = "kvmesh.stable_name"
-EXPORT_TIMEOUT_S = 1.0  # Per export.
-QUEUE_SPANS_MAX = 4096  # A full queue drops the oldest spans.
-BATCH_SPANS_MAX = 512
-BATCH_DELAY_S = 0.5
 
 _SPAN_ID = re.compile(r"(?!0{16})[0-9a-f]{16}")
 _TRACEPARENT = "traceparent"
@@ -48,49 +46,50 @@ _next_span_id: ContextVar[int | None] = ContextVar("kvmesh_next_span_id", defaul
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """The result of `setup`; `provider` is None without an endpoint."""
+    """The result of `setup`. queues: of the endpoints; none: spans are not recorded."""
 
-    provider: TracerProvider | None
+    queues: tuple[ExportQueue, ...] = ()
 
-    def shutdown(self, timeout_s: float) -> bool:
-        """Exports and stops in a thread (the SDK has no limit); False after `timeout_s`."""
-        if self.provider is None:
-            return True
-        thread = threading.Thread(
-            target=self.provider.shutdown, name="telemetry-shutdown", daemon=True
-        )
-        thread.start()
-        thread.join(timeout_s)
-        return not thread.is_alive()
+    def shutdown(self, timeout_s: float) -> Sequence[str]:
+        """Exports and stops; returns the endpoints that did not take all spans in `timeout_s`."""
+        return shut_down(self.queues, timeout_s)
+
+
+_installed = Telemetry()
+
+
+def installed() -> Telemetry:
+    """Returns what the last `setup` of this process made."""
+    return _installed
 
 
 def setup(
     service_name: str,
     instance_id: str,
-    otlp_endpoint: str | None,
+    endpoints: Iterable[OtlpEndpoint],
     sample_ratio: float,
     stable_name: str = "",
+    files: ClientFiles | None = None,
 ) -> Telemetry:
-    """Installs the tracer provider of the process.
+    """Installs the tracer provider of the process. Raises InvalidRequest if the files of an https
+    endpoint cannot be used.
 
-    - otlp_endpoint: an http(s) URL.
     - stable_name: of the instance; empty: it has none.
+    - files: for https endpoints; None: what the SDK's variables name.
     """
-    if otlp_endpoint is None:
-        return Telemetry(None)
-    # Imported here: it loads a second gRPC stack, which tests and tools do not need.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    exporter = OTLPSpanExporter(endpoint=otlp_endpoint, timeout=EXPORT_TIMEOUT_S)
-    provider = tracer_provider(service_name, instance_id, exporter, sample_ratio, stable_name)
-    trace.set_tracer_provider(provider)
-    return Telemetry(provider)
+    global _installed
+    queues = tuple(open_queue(endpoint, files or ClientFiles()) for endpoint in endpoints)
+    _installed = Telemetry(queues)
+    if queues:
+        provider = tracer_provider(service_name, instance_id, queues, sample_ratio, stable_name)
+        trace.set_tracer_provider(provider)
+    return _installed
 
 
 def tracer_provider(
     service_name: str,
     instance_id: str,
-    exporter: SpanExporter,
+    queues: Iterable[ExportQueue],
     sample_ratio: float,
     stable_name: str = "",
 ) -> TracerProvider:
@@ -105,14 +104,8 @@ def tracer_provider(
         id_generator=_AssignableIdGenerator(),
         shutdown_on_exit=False,  # The lifecycle calls it, with a time limit.
     )
-    provider.add_span_processor(
-        BatchSpanProcessor(
-            exporter,
-            max_queue_size=QUEUE_SPANS_MAX,
-            schedule_delay_millis=BATCH_DELAY_S * 1000,
-            max_export_batch_size=BATCH_SPANS_MAX,
-        )
-    )
+    for queue in queues:
+        provider.add_span_processor(queue)
     return provider
 
 

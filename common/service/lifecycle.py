@@ -35,6 +35,7 @@ from common.runtime.config import (
     ServiceConfig,
 )
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
+from common.runtime.span_export import ClientFiles
 from common.service.health import HealthReporter, ThreadedHealthServer
 
 LOG = structlog.get_logger(__name__)
@@ -220,6 +221,7 @@ def run_service(
     async def build_and_run() -> int:
         threaded_health = None
         try:
+            tracing = set_up_traces(name, instance_id, config)
             if config.health_port is not None:
                 threaded_health = ThreadedHealthServer(config.host, config.health_port)
             app = build()
@@ -241,16 +243,21 @@ def run_service(
     try:
         for warning in warnings:
             LOG.warning("config_warning", detail=warning)
-        tracing = telemetry.setup(
-            name,
-            instance_id,
-            config.otlp_endpoint,
-            config.trace_sample_ratio,
-            config.stable_name,
-        )
         run_main(build_and_run)
     finally:
         logs.close()
+
+
+def set_up_traces(name: str, instance_id: str, config: ServiceConfig) -> telemetry.Telemetry:
+    """Installs the tracer provider of a service. Raises InvalidRequest."""
+    return telemetry.setup(
+        name,
+        instance_id,
+        config.otlp_endpoints,
+        config.trace_sample_ratio,
+        config.stable_name,
+        ClientFiles(config.otlp_ca_path, config.otlp_cert_path, config.otlp_key_path),
+    )
 
 
 async def _start_app(
@@ -353,8 +360,9 @@ async def _shut_down(
     await _run_shutdown_step(lifecycle, "close", app.close(), CLOSE_TIMEOUT_S)
     if (threaded_health := lifecycle.health.threaded_health) is not None:
         await asyncio.to_thread(threaded_health.stop, 1.0)
-    if tracing is not None and not await asyncio.to_thread(tracing.shutdown, FLUSH_TIMEOUT_S):
-        LOG.warning("spans_lost", reason="the collector did not accept them in time")
+    late = () if tracing is None else await asyncio.to_thread(tracing.shutdown, FLUSH_TIMEOUT_S)
+    if late:
+        LOG.warning("spans_lost", endpoints=late, reason="not accepted in time")
     if stuck_tasks := await lifecycle.cancel_tasks(0):
         LOG.error("tasks_stuck", tasks=stuck_tasks)
         hard_exit(EXIT_STUCK)

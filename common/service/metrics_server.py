@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -22,6 +22,8 @@ from prometheus_client import (
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from common.errors import Conflict
+from common.runtime import telemetry
+from common.service.state_metrics import Reading, StateCollector, counter
 
 INSTANCE_INFO = "kvmesh_instance_info"
 # In which a client must finish the TLS handshake, and send its request.
@@ -29,13 +31,23 @@ CLIENT_TIMEOUT_S = 10.0
 
 
 def add_process_metrics(registry: CollectorRegistry) -> None:
-    """Adds memory, CPU time, open files and garbage collections of this process, and the tasks of
-    the running event loop."""
+    """Adds memory, CPU time, open files and garbage collections of this process, the tasks of the
+    running event loop, and the spans that were exported and dropped."""
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     loop = asyncio.get_running_loop()
     tasks = Gauge("kvmesh_event_loop_tasks", "Tasks of the event loop", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    registry.register(StateCollector("kvmesh_spans", _read_span_exports))
+
+
+def _read_span_exports() -> Iterator[Reading]:
+    queues = telemetry.installed().queues
+    exported = {queue.endpoint: queue.exported for queue in queues}
+    yield counter("exported", "Spans that a collector accepted.", exported, label="endpoint")
+    dropped = {queue.endpoint: queue.dropped for queue in queues}
+    text = "Spans that a collector did not accept, or for which its queue had no space."
+    yield counter("dropped", text, dropped, label="endpoint")
 
 
 def add_instance_info(

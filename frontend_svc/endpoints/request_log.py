@@ -47,6 +47,7 @@ def span_attributes(ended: EndedRequest) -> dict[str, AttributeValue]:
     if (outcome := ended.outcome) is not None:
         fields |= {
             "attempts": outcome.attempts,
+            "migrations": outcome.migrations,
             "gen_ai.usage.input_tokens": outcome.usage.prompt_tokens,
             "gen_ai.usage.output_tokens": outcome.usage.completion_tokens,
             "worker_ids": list(map(str, outcome.worker_ids)),
@@ -124,6 +125,8 @@ def _outcome_fields(outcome: RequestOutcome) -> dict[str, object]:
         "attempts": outcome.attempts,
         "workers": list(map(str, outcome.worker_ids)),
     }
+    if outcome.migrations:
+        fields["migrations"] = outcome.migrations
     if outcome.finish_reason is not None:
         fields["finish_reason"] = outcome.finish_reason.value
     if details is not None and details.cached_tokens is not None:

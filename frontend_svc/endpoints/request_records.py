@@ -1,8 +1,9 @@
-"""Records of ended requests: the audit log and the request trace; see docs/operations.md."""
+"""Records of ended requests: the audit log and the request trace (docs/operations.md), and those of
+the last requests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -23,11 +24,17 @@ Record = Mapping[str, object]
 
 
 class RequestRecords:
-    """Writes the records of ended requests. audit, trace: None: not written."""
+    """Writes the records of ended requests. audit, trace: None: not written. keep: keeps a request
+    among the last ones."""
 
     def __init__(
-        self, audit: RecordFile | None, trace: RecordFile | None, content: AuditContent
+        self,
+        audit: RecordFile | None,
+        trace: RecordFile | None,
+        content: AuditContent,
+        keep: Callable[[EndedRequest], None] = lambda ended: None,
     ) -> None:
+        self._keep = keep
         self._audit = audit
         self._trace = trace
         self._has_request = content in ("all", "request")
@@ -46,6 +53,7 @@ class RequestRecords:
             file.close(timeout_s)
 
     def request_ended(self, ended: EndedRequest) -> None:
+        self._keep(ended)
         progress = ended.context.progress
         if self._audit is not None:
             self._put_audit(self._audit, ended, progress.raw if self._has_request else b"")

@@ -213,6 +213,8 @@ class RequestHandle:
     def finish(self, outcome: RequestOutcome) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._tracker is not None:
+            self._tracker.output_ended(time.monotonic())
         self._release_permit()
         self._gateway.worker_waits.discard(self)
         self._gateway.closed(self, self._placement.query.model, outcome)

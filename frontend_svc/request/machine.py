@@ -106,6 +106,8 @@ class RequestMachine:
         self._ports = ports
         self._rng = rng
         self.attempt = -1  # number of the current attempt, from 0
+        # Attempts that continue a started response.
+        self._migrations = 0
         # Attempts that failed; those that ended with the departure of their worker do not count.
         self._failures = 0
         self._main_leg: Leg | None = None
@@ -418,6 +420,7 @@ class RequestMachine:
             lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
             self._finish(FinishReason.ERROR, lost if error.retryable else error)
         elif self._ports.take_retry(error):
+            self._migrations += bool(self.generated)
             self._start_attempt()
         else:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
@@ -574,6 +577,7 @@ class RequestMachine:
                 attempts=self.attempt + 1,
                 worker_ids=tuple(self._worker_ids),
                 placed=self._placed,
+                migrations=self._migrations,
             )
         )
         # Without cycles of references, an ended request is freed at once.

@@ -27,6 +27,7 @@ def merge_outcomes(outcomes: Sequence[RequestOutcome], choices_per_prompt: int) 
         usage=_sum_usage([outcome.usage for outcome in outcomes], choices_per_prompt),
         attempts=sum(outcome.attempts for outcome in outcomes),
         worker_ids=tuple(workers),
+        migrations=sum(outcome.migrations for outcome in outcomes),
     )
 
 

@@ -77,12 +77,22 @@ class Success(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How a request ended. error: why it failed, None on success. usage: as reported to the client.
-    worker_ids: the workers that received it, in order."""
+    """How a request ended."""
 
     finish_reason: FinishReason | None
+
     error: MeshError | None
+    """Why it failed; None on success."""
+
     usage: CompletionUsage
+    """As reported to the client."""
+
     attempts: int
+
     worker_ids: tuple[int, ...]
+    """The workers that received it, in order."""
+
     placed: Decision | None
+
+    migrations: int = 0
+    """Attempts that continued a started response."""

@@ -302,6 +302,7 @@ class RouterClient:
             return
         # Read first: if it is invalid, the query stays for the next session.
         decision = dataclass_from_proto(Decision, result.decision)
+        decision.router_id = self._session_router_id or 0
         self._remove_pending(result.id, pending)
         if not pending.request.is_query_only:
             self._held_bookings.add(pending.key, pending.request.query, decision)

@@ -23,6 +23,7 @@ from kvmesh.router.v1 import router_pb2
 from meshctl.options import LOG_FLAGS, LogConfig, MeshCommand, json_flag
 from meshctl.request_files import find_request, log_files, record_files
 from meshctl.view.members import names_by_id, read_members
+from meshctl.view.recent_requests import find_recent
 from meshctl.view.screen import align
 
 _HEADER: tuple[str, ...] = (
@@ -37,9 +38,10 @@ _HEADER: tuple[str, ...] = (
 def command(environ: Mapping[str, str], config: LogConfig, request_id: str, as_json: bool) -> int:
     """Shows why a router chose the worker of a request: every candidate with its cost.
 
-    REQUEST_ID is the id in the log line of the request, that of its response (chatcmpl-...), or the
-    x-request-id of the client. The last one is looked up in the logs of `meshctl up` and in the
-    records of frontends. A router keeps its last 4096 decisions.
+    REQUEST_ID is the id in the log line of the request, that of its response (chatcmpl-...), its
+    trace id, or the x-request-id of the client. The last two are looked up in the last requests of
+    frontends, the logs of `meshctl up` and the records of frontends. A router keeps its last 4096
+    decisions.
     """
     explanation = asyncio.run(_explain(config, request_id, environ))
     if as_json:
@@ -132,12 +134,15 @@ async def _explain(config: LogConfig, request_id: str, environ: Mapping[str, str
         return explanation
     # Routers only have the ids of the mesh.
     files: list[Path] = [*log_files(config.log_dir), *record_files(environ)]
-    found = await asyncio.to_thread(find_request, request_id, files)
+    found = await find_recent(config, snapshot, request_id)
+    if found is None:
+        found = await asyncio.to_thread(find_request, request_id, files)
     if found is not None and (explanation := await ask(found.request_id)):
         return explanation
     raise NotFound(
         f"no decision for the request {request_id!r} among the last 4096 of {len(routers)} "
-        f"router(s), nor its line in {len(files)} file(s) of logs and records ({config.log_dir}); "
+        "router(s), nor the request among the last ones of frontends or in "
+        f"{len(files)} file(s) of logs and records ({config.log_dir}); "
         "use the id of its response, or request_id of its log line",
         field="request_id",
     )

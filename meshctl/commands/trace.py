@@ -11,10 +11,11 @@ from itertools import pairwise
 import click
 
 from common.errors import MeshError, NotFound
-from common.registry.instances import Instance
+from common.registry.instances import Snapshot
 from meshctl.options import LOG_FLAGS, LogConfig, MeshCommand, json_flag
 from meshctl.request_files import (
     FoundRequest,
+    FoundWorker,
     find_request,
     log_files,
     record_files,
@@ -22,6 +23,7 @@ from meshctl.request_files import (
 )
 from meshctl.view.jaeger import find_trace
 from meshctl.view.members import read_members
+from meshctl.view.recent_requests import find_recent
 from meshctl.view.spans import Span, tree_lines
 
 
@@ -29,8 +31,8 @@ class TraceConfig(LogConfig):
     """Settings of `meshctl trace`."""
 
     jaeger_url: str = ""
-    """Query API of Jaeger, such as http://127.0.0.1:16686. Unset: stages of the request from logs
-    and records instead of spans."""
+    """Query API of Jaeger, such as http://127.0.0.1:16686. Unset: stages of the request instead of
+    spans."""
 
 
 @click.command("trace", cls=MeshCommand, config=TraceConfig, flags=(*LOG_FLAGS, "jaeger_url"))
@@ -43,19 +45,23 @@ def command(environ: Mapping[str, str], config: TraceConfig, request_id: str, as
     REQUEST_ID is the id in the log line of the request, that of its response (chatcmpl-...), its
     trace id, or the x-request-id of the client. With `--jaeger-url` these are the spans of its
     trace, in which the span of decode is linked to that of prefill. Without it, or if the request
-    was not sampled, they are the stages in the logs of `meshctl up` or in the records of frontends.
+    was not sampled, they are its stages: of the last requests of frontends, or else of the logs of
+    `meshctl up` or the records of frontends.
     """
     files = [*log_files(config.log_dir), *record_files(environ)]
-    found = find_request(request_id, files)
+    snapshot, found = asyncio.run(_read_mesh(config, request_id))
+    if found is None:
+        found = find_request(request_id, files)
     source, spans = "Jaeger", _read_spans(config, request_id, found)
     if not spans:
         if found is None:
             raise NotFound(
-                f"no line of the request {request_id!r} in {len(files)} file(s) of logs and records"
-                f" ({config.log_dir})" + (", and no trace" if config.jaeger_url else ""),
+                f"no frontend has the request {request_id!r} among its last ones, and no line of it"
+                f" is in {len(files)} file(s) of logs and records ({config.log_dir})"
+                + (", and no trace" if config.jaeger_url else ""),
                 field="request_id",
             )
-        source, spans = str(found.file), stages(found, _read_workers(config))
+        source, spans = found.source, stages(found, {**_workers_of(snapshot), **found.workers})
     if as_json:
         origin_ms = min(span.start_ms for span in spans)
         result = {"source": source, "spans": [span.json_object(origin_ms) for span in spans]}
@@ -74,29 +80,35 @@ def _read_spans(config: TraceConfig, request_id: str, found: FoundRequest | None
     return find_trace(config.jaeger_url, ids, trace_id)
 
 
-def _read_workers(config: TraceConfig) -> dict[str, Instance]:
-    """Returns the members by id; none without a registry."""
+async def _read_mesh(config: TraceConfig, request_id: str) -> tuple[Snapshot, FoundRequest | None]:
+    """Returns the members, none without a registry, and what a frontend has of the request."""
     try:
-        snapshot = asyncio.run(read_members(config))
+        snapshot = await read_members(config)
     except MeshError:
-        return {}
-    return {str(instance.id): instance for instance in snapshot.instances.values()}
+        return Snapshot(), None
+    return snapshot, await find_recent(config, snapshot, request_id)
 
 
-def stages(found: FoundRequest, members: Mapping[str, Instance]) -> list[Span]:
-    """Returns a request and its stages as spans."""
+def _workers_of(snapshot: Snapshot) -> dict[str, FoundWorker]:
+    return {
+        str(worker.id): FoundWorker(worker.stable_name, worker.role)
+        for worker in snapshot.of("worker")
+    }
+
+
+def stages(found: FoundRequest, known: Mapping[str, FoundWorker]) -> list[Span]:
+    """Returns a request and its stages as spans. known: workers by id."""
     fields = found.fields
     total_ms = float(fields.get("total_ms") or 0.0)
     wait_ms, prefill_ms = fields.get("prefill_wait_time_ms"), fields.get("prefill_time_ms")
     ttft_ms = fields.get("ttft_ms")
-    workers = [members.get(str(id_)) for id_ in fields.get("workers", ())]
-    names = [
-        str(id_) if worker is None else worker.stable_name or str(id_)
-        for id_, worker in zip(fields.get("workers", ()), workers, strict=True)
-    ]
-    roles = [None if worker is None else worker.role for worker in workers]
-    is_pair = roles[-2:] == ["prefill", "decode"]
+    ids = [str(id_) for id_ in fields.get("workers", ())]
+    workers = [known.get(id_, FoundWorker("", "")) for id_ in ids]
+    names = [worker.name or id_ for id_, worker in zip(ids, workers, strict=True)]
+    is_pair = [worker.role for worker in workers[-2:]] == ["prefill", "decode"]
     ends: list[tuple[str, float]] = [("received", 0.0)]
+    if (tokenized_ms := fields.get("tokenized_ms")) is not None:
+        ends.append(("tokenize", tokenized_ms))
     if wait_ms is not None:
         ends.append(("wait for a worker", wait_ms))
         if prefill_ms is not None:

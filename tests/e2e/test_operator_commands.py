@@ -191,7 +191,8 @@ def test_a_trace_of_jaeger_shows_the_link_of_decode_to_prefill(
     def engine_spans() -> int:
         found = [s for s in spans[0].received if s.span.trace_id.hex() == line["trace_id"]]
         names = [s.span.name for s in found]
-        return names.count("engine.generate") == 2 and "http-request" in names
+        is_routed = "kv_router.schedule" in names
+        return names.count("engine.generate") == 2 and "http-request" in names and is_routed
 
     wait_for(engine_spans, "the spans of the request arrive")
     with jaeger(lambda: tuple(spans[0].received)) as url:
@@ -211,14 +212,14 @@ def test_a_trace_of_jaeger_shows_the_link_of_decode_to_prefill(
     assert "linked to prefill engine.generate of prefill-1" in decode
 
 
-def test_a_trace_without_jaeger_has_the_stages_of_the_log_line(
+def test_a_trace_without_jaeger_has_the_stages_of_the_request(
     commands: Commands, mesh: Mesh
 ) -> None:
     line = request(mesh, "staged", max_tokens=8)
     trace = commands.json("trace", "staged")
-    assert trace["source"].endswith("frontend-1.log")
+    assert trace["source"] == "recent requests of frontend-1"
     stages = {span["name"]: span for span in trace["spans"][1:]}
-    assert list(stages) == ["wait for a worker", "prefill", "handoff", "output"]
+    assert list(stages) == ["tokenize", "wait for a worker", "prefill", "handoff", "output"]
     ends = [span["start_ms"] + span["ms"] for span in trace["spans"]]
     assert ends[0] == pytest.approx(line["total_ms"], abs=0.2)
     assert ends[-2] == pytest.approx(line["ttft_ms"], abs=0.2)
@@ -227,7 +228,7 @@ def test_a_trace_without_jaeger_has_the_stages_of_the_log_line(
     assert "prefill-1, prefill" in out
     assert "linked to prefill prefill of prefill-1" in out
     _, err = commands.run("trace", "unknown-1", status=1)
-    assert "no line of the request 'unknown-1'" in err
+    assert "no frontend has the request 'unknown-1'" in err
 
 
 def test_a_trace_is_found_in_the_records_of_a_frontend(

@@ -251,7 +251,7 @@ def test_a_service_of_the_compose_file_accepts_its_configuration(tmp_path: Path,
     assert config.mesh_token == "s3cret of KVMESH_MESH_TOKEN_FILE"
     assert config.operator_token == "s3cret of KVMESH_OPERATOR_TOKEN_FILE"
     assert config.consul_token == "s3cret of KVMESH_CONSUL_TOKEN_FILE"
-    assert config.otlp_endpoint is None, "without the profile observe no process awaits a collector"
+    assert not config.otlp_endpoint, "without the profile observe no process awaits a collector"
     if isinstance(config, FrontendConfig):
         assert config.http_host == "0.0.0.0"
 

@@ -39,6 +39,16 @@ from common.rpc.status import (
 )
 from common.runtime import telemetry
 from common.runtime.config import ServiceConfig
+from common.runtime.otlp import OtlpEndpoint
+from common.runtime.span_export import (
+    BATCH_SPANS_MAX,
+    EXPORT_TIMEOUT_S,
+    QUEUE_SPANS_MAX,
+    ClientFiles,
+    ExportQueue,
+    open_queue,
+    shut_down,
+)
 from common.runtime.tasks import TaskGroup
 from common.service.health import ThreadedHealthServer
 from common.service.metrics_server import serve_metrics
@@ -731,7 +741,8 @@ async def test_a_failed_call_marks_its_span(
 
 def test_an_assigned_span_id_is_used_once() -> None:
     exporter = InMemorySpanExporter()
-    provider = telemetry.tracer_provider("prefill", "i-1", exporter, 1.0)
+    queue = ExportQueue("memory", exporter)
+    provider = telemetry.tracer_provider("prefill", "i-1", [queue], 1.0)
     tracer = provider.get_tracer("test")
     assigned = telemetry.new_span_id()
     with telemetry.assign_next_span_id(assigned):
@@ -797,27 +808,22 @@ def _silent() -> tuple[socket.socket, int]:
 def test_a_missing_or_unresponsive_collector_delays_neither_spans_nor_shutdown(
     collector: Callable[[], tuple[socket.socket, int]],
 ) -> None:
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
     listener, port = collector()
     with listener:
-        exporter = OTLPSpanExporter(
-            endpoint=f"http://127.0.0.1:{port}", timeout=telemetry.EXPORT_TIMEOUT_S
-        )
-        provider = telemetry.tracer_provider("test", "i-1", exporter, 1.0)
-        tracer = provider.get_tracer("test")
+        queue = open_queue(OtlpEndpoint(f"http://127.0.0.1:{port}"), ClientFiles())
+        tracer = telemetry.tracer_provider("test", "i-1", [queue], 1.0).get_tracer("test")
         started = time.monotonic()
-        for _ in range(telemetry.QUEUE_SPANS_MAX * 2):
+        for _ in range(QUEUE_SPANS_MAX * 2):
             tracer.start_span("work").end()
         busy_s = time.monotonic() - started
         started = time.monotonic()
-        telemetry.Telemetry(provider).shutdown(0.9)
+        shut_down([queue], 0.9)
         # Sending all queued spans, or waiting for space in the queue, would take this long.
-        waited_s = (
-            telemetry.QUEUE_SPANS_MAX / telemetry.BATCH_SPANS_MAX * telemetry.EXPORT_TIMEOUT_S
-        )
+        waited_s = QUEUE_SPANS_MAX / BATCH_SPANS_MAX * EXPORT_TIMEOUT_S
         assert time.monotonic() - started < waited_s / 2
         assert busy_s < waited_s
+        assert queue.exported == 0
+        assert queue.dropped >= QUEUE_SPANS_MAX
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):
@@ -835,13 +841,14 @@ TRACED = """
 import sys
 from opentelemetry import trace
 from common.runtime import telemetry
-traces = telemetry.setup("worker", "i-7", sys.argv[1], 1.0)
+from common.runtime.otlp import OtlpEndpoint
+traces = telemetry.setup("worker", "i-7", [OtlpEndpoint(sys.argv[1])], 1.0)
 tracer = trace.get_tracer("test")
 link = telemetry.link(sys.argv[2], sys.argv[3])
 next_id = telemetry.assign_next_span_id(sys.argv[4])
 with next_id, tracer.start_as_current_span("decode", links=[link]):
     print(telemetry.current_traceparent())
-sys.exit(0 if traces.shutdown(5.0) else 1)
+sys.exit(1 if traces.shutdown(5.0) else 0)
 """
 
 
@@ -878,8 +885,8 @@ def test_a_collector_receives_spans_with_assigned_ids_and_links() -> None:
 
 
 def test_without_an_endpoint_there_is_no_sdk_provider() -> None:
-    traces = telemetry.setup("test", "i-1", None, 1.0)
-    assert traces.provider is None
-    assert traces.shutdown(0.1)
+    traces = telemetry.setup("test", "i-1", [], 1.0)
+    assert not traces.queues
+    assert not traces.shutdown(0.1)
     assert telemetry.current_traceparent() is None
     assert call_context.outgoing_metadata() == ()

@@ -45,7 +45,9 @@ class BootstrapInfo:
     bootstrap_room: U64
 
 
-TimingPoint = Literal["prefill_started", "prefill_finished", "first_token", "finished"]
+TimingPoint = Literal[
+    "prefill_started", "prefill_finished", "first_token", "last_token", "finished"
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +55,8 @@ class RequestTracker:
     """Times of one request inside one process; never on the wire.
 
     received_ms: wall clock since the Unix epoch. All other times are seconds of the caller's
-    monotonic clock. The first mark of a point counts, so a retry does not move it.
+    monotonic clock. The first mark of a point counts, so a retry does not move it; of
+    `last_token`, the last one.
     """
 
     received_ms: float
@@ -65,6 +68,10 @@ class RequestTracker:
     def mark(self, point: TimingPoint, now: float) -> None:
         assert now >= self.received_s, "the clock is monotonic"
         self.marks.setdefault(point, now)
+
+    def output_ended(self, now: float) -> None:
+        """Marks the end of the output of one of its choices."""
+        self.marks["last_token"] = now
 
     def timing(self) -> dict[str, float]:
         """Returns known `nvext.timing` values in ms; prefill may end at the first token."""

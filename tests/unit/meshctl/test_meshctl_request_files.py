@@ -34,7 +34,7 @@ def test_a_request_is_found_by_each_of_its_ids(tmp_path: Path, given: str) -> No
     )
     found = find_request(given, [tmp_path / "missing", log])
     assert found is not None
-    assert (found.fields["status"], found.request_id, found.file) == (200, ID, log)
+    assert (found.fields["status"], found.request_id, found.source) == (200, ID, str(log))
     assert find_request("unknown", [log]) is None
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/frontend/v1/frontend.proto\x12\x12kvmesh.frontend.v1\"9\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"<\n\x13GetResponseResponse\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12\x13\n\x0binput_items\x18\x02 \x03(\x0c\"<\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse2\xdf\x01\n\x14ResponseStoreService\x12^\n\x0bGetResponse\x12&.kvmesh.frontend.v1.GetResponseRequest\x1a\'.kvmesh.frontend.v1.GetResponseResponse\x12g\n\x0e\x44\x65leteResponse\x12).kvmesh.frontend.v1.DeleteResponseRequest\x1a*.kvmesh.frontend.v1.DeleteResponseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/frontend/v1/frontend.proto\x12\x12kvmesh.frontend.v1\"9\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"<\n\x13GetResponseResponse\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12\x13\n\x0binput_items\x18\x02 \x03(\x0c\"<\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse\"t\n\x19ListRecentRequestsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\r\n\x05limit\x18\x02 \x01(\r\x12\n\n\x02id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x08\"h\n\x1aListRecentRequestsResponse\x12\x33\n\x08requests\x18\x01 \x03(\x0b\x32!.kvmesh.frontend.v1.RecentRequest\x12\x15\n\rlast_sequence\x18\x02 \x01(\x04\"\xf9\x06\n\rRecentRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x03 \x01(\t\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x12\n\nbase_model\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0e\n\x06key_id\x18\t \x01(\t\x12\x0e\n\x06status\x18\n \x01(\r\x12\x15\n\rfinish_reason\x18\x0b \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\r\n\x05\x65rror\x18\r \x01(\t\x12\x13\n\x0breceived_ms\x18\x0e \x01(\x01\x12\x19\n\x0ctokenized_ms\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x16\n\trouted_ms\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cprefilled_ms\x18\x11 \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_ms\x18\x12 \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rlast_token_ms\x18\x13 \x01(\x01H\x04\x88\x01\x01\x12\x10\n\x08total_ms\x18\x14 \x01(\x01\x12\x10\n\x08queue_ms\x18\x15 \x01(\r\x12\x15\n\rprompt_tokens\x18\x16 \x01(\x04\x12\x15\n\routput_tokens\x18\x17 \x01(\x04\x12\x1a\n\rcached_tokens\x18\x18 \x01(\x04H\x05\x88\x01\x01\x12$\n\x17predicted_cached_tokens\x18\x19 \x01(\x04H\x06\x88\x01\x01\x12\x32\n\x07workers\x18\x1a \x03(\x0b\x32!.kvmesh.frontend.v1.RequestWorker\x12\x0f\n\x07is_pair\x18\x1b \x01(\x08\x12\x11\n\trouter_id\x18\x1c \x01(\x04\x12\x13\n\x0brouter_name\x18\x1d \x01(\t\x12\x0f\n\x07reasons\x18\x1e \x03(\t\x12\x10\n\x08\x61ttempts\x18\x1f \x01(\r\x12\x12\n\nmigrations\x18  \x01(\r\x12\x0f\n\x07\x63hoices\x18! \x01(\r\x12\x11\n\tis_stream\x18\" \x01(\x08\x42\x0f\n\r_tokenized_msB\x0c\n\n_routed_msB\x0f\n\r_prefilled_msB\x11\n\x0f_first_token_msB\x10\n\x0e_last_token_msB\x10\n\x0e_cached_tokensB\x1a\n\x18_predicted_cached_tokens\">\n\rRequestWorker\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t2\xdf\x01\n\x14ResponseStoreService\x12^\n\x0bGetResponse\x12&.kvmesh.frontend.v1.GetResponseRequest\x1a\'.kvmesh.frontend.v1.GetResponseResponse\x12g\n\x0e\x44\x65leteResponse\x12).kvmesh.frontend.v1.DeleteResponseRequest\x1a*.kvmesh.frontend.v1.DeleteResponseResponse2\x8b\x01\n\x14RecentRequestService\x12s\n\x12ListRecentRequests\x12-.kvmesh.frontend.v1.ListRecentRequestsRequest\x1a..kvmesh.frontend.v1.ListRecentRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETERESPONSEREQUEST']._serialized_end=238
   _globals['_DELETERESPONSERESPONSE']._serialized_start=240
   _globals['_DELETERESPONSERESPONSE']._serialized_end=264
-  _globals['_RESPONSESTORESERVICE']._serialized_start=267
-  _globals['_RESPONSESTORESERVICE']._serialized_end=490
+  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_start=266
+  _globals['_LISTRECENTREQUESTSREQUEST']._serialized_end=382
+  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_start=384
+  _globals['_LISTRECENTREQUESTSRESPONSE']._serialized_end=488
+  _globals['_RECENTREQUEST']._serialized_start=491
+  _globals['_RECENTREQUEST']._serialized_end=1380
+  _globals['_REQUESTWORKER']._serialized_start=1382
+  _globals['_REQUESTWORKER']._serialized_end=1444
+  _globals['_RESPONSESTORESERVICE']._serialized_start=1447
+  _globals['_RESPONSESTORESERVICE']._serialized_end=1670
+  _globals['_RECENTREQUESTSERVICE']._serialized_start=1673
+  _globals['_RECENTREQUESTSERVICE']._serialized_end=1812
 # @@protoc_insertion_point(module_scope)

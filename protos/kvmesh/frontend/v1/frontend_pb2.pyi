@@ -116,3 +116,293 @@ class DeleteResponseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteResponseResponse: _TypeAlias = DeleteResponseResponse  # noqa: Y015
+
+@_typing.final
+class ListRecentRequestsRequest(_message.Message):
+    """Requests the ended requests to which all of its fields apply."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """Requests with a greater `sequence`; 0: all that are kept."""
+    limit: _builtins.int
+    """At most so many, the newest ones; 0: 256."""
+    id: _builtins.str
+    """An id of the request: of the mesh, of the client (x-request-id), of its response
+    (chatcmpl-ID), or of its trace. Empty: any.
+    """
+    model: _builtins.str
+    """Model of the client. Empty: any."""
+    tenant: _builtins.str
+    """Tenant of the client. Empty: any."""
+    failed: _builtins.bool
+    """Only requests that failed."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        failed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "failed", b"failed", "id", b"id", "limit", b"limit", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecentRequestsRequest: _TypeAlias = ListRecentRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRecentRequestsResponse(_message.Message):
+    """Ended requests of one frontend process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    last_sequence: _builtins.int
+    """Of the last ended request of this process; 0: none has ended. `after` of the next call."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecentRequest]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RecentRequest] | None = ...,
+        last_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_sequence", b"last_sequence", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecentRequestsResponse: _TypeAlias = ListRecentRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RecentRequest(_message.Message):
+    """An ended HTTP request. Texts have at most 256 characters. Points in time are milliseconds since
+    the request was received; one that was not reached is absent. Of several choices or prompts,
+    they are those of the first one, except `last_token_ms`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    RECEIVED_MS_FIELD_NUMBER: _builtins.int
+    TOKENIZED_MS_FIELD_NUMBER: _builtins.int
+    ROUTED_MS_FIELD_NUMBER: _builtins.int
+    PREFILLED_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    IS_PAIR_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    ROUTER_NAME_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    IS_STREAM_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """1, 2, ... in the order of the ends."""
+    request_id: _builtins.str
+    """Id of the mesh, by which RouterService/Explain has the decision."""
+    client_request_id: _builtins.str
+    """x-request-id of the client. Empty: it sent none."""
+    trace_id: _builtins.str
+    """32 hex digits. Empty: the request was not sampled."""
+    endpoint: _builtins.str
+    """Route, as in the metric label `endpoint`."""
+    model: _builtins.str
+    """Model of the client. Empty: the body was not read."""
+    base_model: _builtins.str
+    """Base model of an adapter. Empty: the model itself."""
+    tenant: _builtins.str
+    """Tenant of the API key. Empty: the frontend has no API keys."""
+    key_id: _builtins.str
+    """Id of the API key. Empty as `tenant`."""
+    status: _builtins.int
+    """HTTP status. 0: none was sent."""
+    finish_reason: _builtins.str
+    """As in the response. Empty: there was none."""
+    failure: _builtins.str
+    """Reason of the error. Empty: it succeeded."""
+    error: _builtins.str
+    """Message of the error. Empty as `failure`."""
+    received_ms: _builtins.float
+    """When the request was received, in Unix milliseconds."""
+    tokenized_ms: _builtins.float
+    """The router was asked for a placement."""
+    routed_ms: _builtins.float
+    """The first worker was sent the request."""
+    prefilled_ms: _builtins.float
+    """The prompt was computed. Without a prefill worker: the first token."""
+    first_token_ms: _builtins.float
+    """The first token arrived."""
+    last_token_ms: _builtins.float
+    """The workers had ended their output."""
+    total_ms: _builtins.float
+    """The response was complete."""
+    queue_ms: _builtins.int
+    """Milliseconds in the queue of the router, between `tokenized_ms` and `routed_ms`."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompts."""
+    output_tokens: _builtins.int
+    """Tokens of the output."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that the engine found in its cache. Absent: not reported."""
+    predicted_cached_tokens: _builtins.int
+    """Prompt tokens that the router predicted to be cached. Absent: no router decided."""
+    is_pair: _builtins.bool
+    """Whether the last placement had a prefill and a decode worker."""
+    router_id: _builtins.int
+    """Router of the last placement. 0: the request was placed without a router, or not at all."""
+    router_name: _builtins.str
+    """Its stable name. Empty: it has none."""
+    attempts: _builtins.int
+    """Placements of the request."""
+    migrations: _builtins.int
+    """Attempts that continued a response which had started on another worker."""
+    choices: _builtins.int
+    """Choices or inputs that were sent to workers."""
+    is_stream: _builtins.bool
+    """Whether the response was a stream."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestWorker]:
+        """Workers that received the request, in order."""
+
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why this worker: short clauses of the router, the most important first."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        client_request_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        model: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        status: _builtins.int = ...,
+        finish_reason: _builtins.str = ...,
+        failure: _builtins.str = ...,
+        error: _builtins.str = ...,
+        received_ms: _builtins.float = ...,
+        tokenized_ms: _builtins.float | None = ...,
+        routed_ms: _builtins.float | None = ...,
+        prefilled_ms: _builtins.float | None = ...,
+        first_token_ms: _builtins.float | None = ...,
+        last_token_ms: _builtins.float | None = ...,
+        total_ms: _builtins.float = ...,
+        queue_ms: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
+        predicted_cached_tokens: _builtins.int | None = ...,
+        workers: _abc.Iterable[Global___RequestWorker] | None = ...,
+        is_pair: _builtins.bool = ...,
+        router_id: _builtins.int = ...,
+        router_name: _builtins.str = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+        attempts: _builtins.int = ...,
+        migrations: _builtins.int = ...,
+        choices: _builtins.int = ...,
+        is_stream: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_first_token_ms", b"_first_token_ms", "_last_token_ms", b"_last_token_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_prefilled_ms", b"_prefilled_ms", "_routed_ms", b"_routed_ms", "_tokenized_ms", b"_tokenized_ms", "cached_tokens", b"cached_tokens", "first_token_ms", b"first_token_ms", "last_token_ms", b"last_token_ms", "predicted_cached_tokens", b"predicted_cached_tokens", "prefilled_ms", b"prefilled_ms", "routed_ms", b"routed_ms", "tokenized_ms", b"tokenized_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_first_token_ms", b"_first_token_ms", "_last_token_ms", b"_last_token_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_prefilled_ms", b"_prefilled_ms", "_routed_ms", b"_routed_ms", "_tokenized_ms", b"_tokenized_ms", "attempts", b"attempts", "base_model", b"base_model", "cached_tokens", b"cached_tokens", "choices", b"choices", "client_request_id", b"client_request_id", "endpoint", b"endpoint", "error", b"error", "failure", b"failure", "finish_reason", b"finish_reason", "first_token_ms", b"first_token_ms", "is_pair", b"is_pair", "is_stream", b"is_stream", "key_id", b"key_id", "last_token_ms", b"last_token_ms", "migrations", b"migrations", "model", b"model", "output_tokens", b"output_tokens", "predicted_cached_tokens", b"predicted_cached_tokens", "prefilled_ms", b"prefilled_ms", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms", "reasons", b"reasons", "received_ms", b"received_ms", "request_id", b"request_id", "routed_ms", b"routed_ms", "router_id", b"router_id", "router_name", b"router_name", "sequence", b"sequence", "status", b"status", "tenant", b"tenant", "tokenized_ms", b"tokenized_ms", "total_ms", b"total_ms", "trace_id", b"trace_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_ms: _TypeAlias = _typing.Literal["first_token_ms"]  # noqa: Y015
+    _WhichOneofArgType__first_token_ms: _TypeAlias = _typing.Literal["_first_token_ms", b"_first_token_ms"]  # noqa: Y015
+    _WhichOneofReturnType__last_token_ms: _TypeAlias = _typing.Literal["last_token_ms"]  # noqa: Y015
+    _WhichOneofArgType__last_token_ms: _TypeAlias = _typing.Literal["_last_token_ms", b"_last_token_ms"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_cached_tokens: _TypeAlias = _typing.Literal["predicted_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__predicted_cached_tokens: _TypeAlias = _typing.Literal["_predicted_cached_tokens", b"_predicted_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prefilled_ms: _TypeAlias = _typing.Literal["prefilled_ms"]  # noqa: Y015
+    _WhichOneofArgType__prefilled_ms: _TypeAlias = _typing.Literal["_prefilled_ms", b"_prefilled_ms"]  # noqa: Y015
+    _WhichOneofReturnType__routed_ms: _TypeAlias = _typing.Literal["routed_ms"]  # noqa: Y015
+    _WhichOneofArgType__routed_ms: _TypeAlias = _typing.Literal["_routed_ms", b"_routed_ms"]  # noqa: Y015
+    _WhichOneofReturnType__tokenized_ms: _TypeAlias = _typing.Literal["tokenized_ms"]  # noqa: Y015
+    _WhichOneofArgType__tokenized_ms: _TypeAlias = _typing.Literal["_tokenized_ms", b"_tokenized_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_ms) -> _WhichOneofReturnType__first_token_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_token_ms) -> _WhichOneofReturnType__last_token_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_cached_tokens) -> _WhichOneofReturnType__predicted_cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefilled_ms) -> _WhichOneofReturnType__prefilled_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routed_ms) -> _WhichOneofReturnType__routed_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokenized_ms) -> _WhichOneofReturnType__tokenized_ms | None: ...
+
+Global___RecentRequest: _TypeAlias = RecentRequest  # noqa: Y015
+
+@_typing.final
+class RequestWorker(_message.Message):
+    """A worker as the frontend saw it when the request ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.int
+    """Instance id."""
+    name: _builtins.str
+    """Stable name. Empty: it has none, or it had left."""
+    role: _builtins.str
+    """aggregated, prefill or decode. Empty: it had left."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.int = ...,
+        name: _builtins.str = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestWorker: _TypeAlias = RequestWorker  # noqa: Y015

@@ -147,3 +147,82 @@ class ResponseStoreService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RecentRequestServiceStub:
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListRecentRequests = channel.unary_unary(
+                '/kvmesh.frontend.v1.RecentRequestService/ListRecentRequests',
+                request_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsResponse.FromString,
+                _registered_method=True)
+
+
+class RecentRequestServiceServicer:
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    def ListRecentRequests(self, request, context):
+        """Returns ended requests, newest first. INVALID_ARGUMENT if limit is above 1024.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RecentRequestServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListRecentRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecentRequests,
+                    request_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsRequest.FromString,
+                    response_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvmesh.frontend.v1.RecentRequestService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvmesh.frontend.v1.RecentRequestService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RecentRequestService:
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    @staticmethod
+    def ListRecentRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.frontend.v1.RecentRequestService/ListRecentRequests',
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsRequest.SerializeToString,
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.ListRecentRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

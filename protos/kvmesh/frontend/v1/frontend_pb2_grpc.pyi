@@ -80,3 +80,40 @@ class ResponseStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Removes a response. NOT_FOUND if it is not stored."""
 
 def add_ResponseStoreServiceServicer_to_server(servicer: ResponseStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class RecentRequestServiceStub:
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RecentRequestServiceAsyncStub: ...
+    ListRecentRequests: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.ListRecentRequestsRequest, _frontend_pb2.ListRecentRequestsResponse]
+    """Returns ended requests, newest first. INVALID_ARGUMENT if limit is above 1024."""
+
+@_typing.type_check_only
+class RecentRequestServiceAsyncStub(RecentRequestServiceStub):
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ListRecentRequests: _aio.UnaryUnaryMultiCallable[_frontend_pb2.ListRecentRequestsRequest, _frontend_pb2.ListRecentRequestsResponse]  # type: ignore[assignment]
+    """Returns ended requests, newest first. INVALID_ARGUMENT if limit is above 1024."""
+
+class RecentRequestServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The last HTTP requests of one frontend process, whether their traces are sampled or not. For
+    operators.
+    """
+
+    @_abc_1.abstractmethod
+    def ListRecentRequests(
+        self,
+        request: _frontend_pb2.ListRecentRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.ListRecentRequestsResponse, _abc.Awaitable[_frontend_pb2.ListRecentRequestsResponse]]:
+        """Returns ended requests, newest first. INVALID_ARGUMENT if limit is above 1024."""
+
+def add_RecentRequestServiceServicer_to_server(servicer: RecentRequestServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

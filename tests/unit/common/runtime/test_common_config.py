@@ -91,10 +91,10 @@ def test_a_flag_overrides_the_service_variable_which_overrides_the_mesh_wide_one
 
 def test_variables_of_other_standards_have_the_lowest_precedence() -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317", "CONSUL_HTTP_TOKEN": "t"}
-    assert read((), environ).otlp_endpoint == "http://a:4317"
+    assert read((), environ).otlp_endpoint == ("http://a:4317",)
     assert read((), environ).consul_token == "t"
     environ["KVMESH_OTLP_ENDPOINT"] = "http://b:4317"
-    assert read((), environ).otlp_endpoint == "http://b:4317"
+    assert read((), environ).otlp_endpoint == ("http://b:4317",)
 
 
 def test_every_type_is_read_from_flags_and_from_variables() -> None:

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBased
 
 from common.runtime import telemetry
+from common.runtime.span_export import ExportQueue
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,8 @@ def no_otel_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def provider(sample_ratio: float = 1.0) -> TracerProvider:
-    return telemetry.tracer_provider("router", "7", InMemorySpanExporter(), sample_ratio)
+    queue = ExportQueue("memory", InMemorySpanExporter())
+    return telemetry.tracer_provider("router", "7", [queue], sample_ratio)
 
 
 def test_the_resource_names_the_service_and_its_instance() -> None:

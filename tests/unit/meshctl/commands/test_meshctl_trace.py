@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.registry.instances import Instance, Role
 from meshctl.commands.trace import stages
-from meshctl.request_files import FoundRequest
-
-
-def worker(id_: int, name: str, role: Role = "aggregated") -> Instance:
-    return Instance(id_, "default", "worker", name, "127.0.0.1:1", role=role)
+from meshctl.request_files import FoundRequest, FoundWorker
 
 
 def found(**fields: Any) -> FoundRequest:
-    return FoundRequest({"request_id": "r", "total_ms": 100.0, **fields}, Path("a.log"))
+    return FoundRequest({"request_id": "r", "total_ms": 100.0, **fields}, "a.log")
 
 
 MEMBERS = {
-    "1": worker(1, "prefill-0", "prefill"),
-    "2": worker(2, "decode-0", "decode"),
-    "3": worker(3, "worker-0"),
+    "1": FoundWorker("prefill-0", "prefill"),
+    "2": FoundWorker("decode-0", "decode"),
+    "3": FoundWorker("worker-0", "aggregated"),
 }
 TIMES = {"prefill_wait_time_ms": 3.0, "prefill_time_ms": 20.0, "ttft_ms": 30.0}
 
@@ -40,6 +34,14 @@ def test_a_pair_has_a_handoff_and_a_link_from_decode_to_prefill() -> None:
     assert parts[1].attributes["kvmesh.stable_name"] == "prefill-0"
     assert parts[3].links == (parts[1].span_id,)
     assert parts[3].attributes["tokens"] == "7 tokens"
+
+
+def test_what_precedes_the_router_is_a_stage_if_it_is_known() -> None:
+    _, *parts = stages(found(workers=["3"], tokenized_ms=1.0, **TIMES), MEMBERS)
+    assert [(part.name, part.start_ms, part.ms) for part in parts[:2]] == [
+        ("tokenize", 0.0, 1.0),
+        ("wait for a worker", 1.0, 2.0),
+    ]
 
 
 def test_an_aggregated_worker_has_no_handoff() -> None:
