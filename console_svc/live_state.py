@@ -128,10 +128,11 @@ class LiveState:
             routers.sort(key=lambda router: collector.roster.name(router.id) != row.router)
         silent = []
         for router in routers:
-            channel, name = collector.channels.get(router), collector.roster.name(router.id)
+            name = collector.roster.name(router.id)
             for request_id in names:
                 try:
-                    response = await read_decision(channel, request_id)
+                    async with collector.channels.use(router) as channel:
+                        response = await read_decision(channel, request_id)
                 except MeshError as error:
                     silent.append(f"{name} does not respond: {error.message}")
                     break

@@ -173,12 +173,13 @@ class Collector:
 
     async def _ask(self, instance: Instance) -> None:
         self.queries += 1
-        state = await read_member(
-            self.channels.get(instance),
-            instance.service,
-            timeout_s=QUERY_TIMEOUT_S,
-            reads_routable=self.roster.needs_routable(instance.id),
-        )
+        async with self.channels.use(instance) as channel:
+            state = await read_member(
+                channel,
+                instance.service,
+                timeout_s=QUERY_TIMEOUT_S,
+                reads_routable=self.roster.needs_routable(instance.id),
+            )
         self.roster.responded(instance.id, state, time.time())
         if not state.has_responded:
             await self.channels.close([instance.id])
@@ -186,17 +187,13 @@ class Collector:
     async def _read_indexes(self) -> None:
         indexers = self.roster.instances("indexer")
         by_id = {member.id: member for member in self.roster.members}
-        views = await asyncio.gather(
-            *(
-                read_index(
-                    self.channels.get(indexer),
-                    self.roster.name(indexer.id),
-                    self._index.get(indexer.id),
-                    by_id.get,
-                )
-                for indexer in indexers
-            )
-        )
+
+        async def read(indexer: Instance) -> IndexView:
+            name, before = self.roster.name(indexer.id), self._index.get(indexer.id)
+            async with self.channels.use(indexer) as channel:
+                return await read_index(channel, name, before, by_id.get)
+
+        views = await asyncio.gather(*map(read, indexers))
         self._index = {i.id: view for i, view in zip(indexers, views, strict=True)}
 
     def _measured(self) -> None:
