@@ -46,12 +46,14 @@ STREAM_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times in seconds of the trace. ttft_s: None if the request failed."""
+    """Times in seconds of the trace. ttft_s: None if the request failed. itl_s: mean of a further
+    token; None without one."""
 
     ttft_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    itl_s: float | None = None
 
 
 class Prompts:
@@ -89,7 +91,7 @@ class Prompts:
 async def ask(port: int, body: bytes, speedup: float) -> Answer:
     """One streamed completion; the connection closes after it."""
     started_at = time.perf_counter()
-    ttft_s, usage = None, None
+    ttft_s, last_s, usage = None, 0.0, None
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=STREAM_LIMIT)
     try:
         writer.write(
@@ -100,18 +102,23 @@ async def ask(port: int, body: bytes, speedup: float) -> Answer:
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
                 continue
-            if ttft_s is None:
-                ttft_s = (time.perf_counter() - started_at) * speedup
+            now_s = (time.perf_counter() - started_at) * speedup
+            ttft_s = now_s if ttft_s is None else ttft_s
             if b'"error"' in line:
                 return Answer(error=line.decode())
             if b'"usage":{' in line.replace(b" ", b""):
                 usage = json.loads(line[6:])["usage"]
+            else:
+                last_s = now_s
     finally:
         writer.close()
     if usage is None:
         return Answer(error="the stream ended without usage")
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(ttft_s, usage["prompt_tokens"], details.get("cached_tokens", 0))
+    further = usage["completion_tokens"] - 1
+    itl_s = (last_s - ttft_s) / further if ttft_s is not None and further > 0 else None
+    cached_tokens = details.get("cached_tokens", 0)
+    return Answer(ttft_s, usage["prompt_tokens"], cached_tokens, itl_s=itl_s)
 
 
 async def play(port: int, requests: Sequence[TraceRequest], speedup: float) -> list[Answer]:

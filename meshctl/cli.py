@@ -40,6 +40,7 @@ COMMANDS = {
     "keys": "create, list, revoke and rotate the API keys of clients",
     "usage": "show the tokens that tenants, keys, models and adapters used",
     "replay": "compare routing policies on a trace, in virtual time",
+    "plan": "find how many workers a trace needs, by measured speeds and replays",
     "demo": "run a disaggregated mesh, two requests with a common prefix, and show their trace",
 }
 EXIT_FAILED = 1

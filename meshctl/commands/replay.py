@@ -11,9 +11,9 @@ import click
 from meshctl.process.child import with_parent_guard
 
 
-def replay(flags: Sequence[str]) -> int:
-    """Returns the exit status of the replay; 128 + n after signal n."""
-    command = with_parent_guard([sys.executable, "-m", "replay", *flags])
+def run_child(module: str, flags: Sequence[str]) -> int:
+    """Runs a module as a child; returns its exit status, 128 + n after signal n."""
+    command = with_parent_guard([sys.executable, "-m", module, *flags])
     with subprocess.Popen(command) as child:
         while True:
             try:
@@ -27,4 +27,4 @@ def replay(flags: Sequence[str]) -> int:
 @click.command("replay", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def command(flags: tuple[str, ...]) -> int:
-    return replay(flags)
+    return run_child("replay", flags)

@@ -1,0 +1,1 @@
+"""How many workers a load needs, by measured speeds and replays (docs/scaling.md)."""

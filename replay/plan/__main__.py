@@ -1,0 +1,119 @@
+"""`python -m replay.plan`, also `meshctl plan`: the workers that a trace needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from replay.engine import WorkerSettings
+from replay.plan.search import Fleet, Prediction, Targets, cheapest, predict, search
+from replay.plan.speeds import Speeds, SpeedsError, parse_speeds
+from replay.report import PlotUnavailable, import_matplotlib
+from replay.trace import TraceError, TraceRequest, at_speed, load_trace, spread_arrivals
+
+EXIT_NOT_MET = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshctl plan",
+        description="Find the fewest workers that meet targets of TTFT and ITL on a trace.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", type=Path, help=".jsonl (Mooncake, --request-trace) or .csv file")
+    parser.add_argument("--speeds", type=Path, required=True, help="file of measured speeds")
+    parser.add_argument("--ttft-s", type=float, required=True, help="95th percentile, seconds")
+    parser.add_argument("--itl-s", type=float, required=True, help="95th percentile, seconds")
+    parser.add_argument("--speed", type=float, default=1.0, help="multiple of the arrival rate")
+    parser.add_argument("--requests", type=int, default=2000, help="first requests to use")
+    parser.add_argument("--max-workers", type=int, default=32, help="largest fleet to try")
+    parser.add_argument("--aggregated", action="store_true", help="no prefill and decode workers")
+    parser.add_argument("--blocks", type=int, default=3000, help="KV blocks of a worker")
+    parser.add_argument("--block-size", type=int, default=512, help="tokens of a block")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def plot(
+    best: Fleet,
+    requests: Sequence[TraceRequest],
+    speeds: Speeds,
+    worker: WorkerSettings,
+    targets: Targets,
+    path: Path,
+) -> None:
+    """Draws the TTFT and ITL of the replay of a fleet."""
+    pyplot = import_matplotlib()
+    _, result = predict(best, requests, speeds, worker)
+    figure, (first, further) = pyplot.subplots(2, 1, figsize=(11, 6), sharex=True)
+    done = [o for o in result.outcomes if o.ttft_s is not None and o.end_s is not None]
+    minutes = [outcome.at_s / 60 for outcome in done]
+    first.plot(minutes, [(o.ttft_s or 0) + speeds.outside_s for o in done], ".", markersize=3)
+    first.axhline(targets.ttft_s, color="black", linewidth=0.8)
+    first.set(ylabel="TTFT, s", yscale="log", title=str(best))
+    itls = [((o.end_s or 0) - o.at_s - (o.ttft_s or 0)) / max(1, o.output_tokens - 1) for o in done]
+    further.plot(minutes, itls, ".", markersize=3)
+    further.axhline(targets.itl_s, color="black", linewidth=0.8)
+    further.set(ylabel="ITL, s", xlabel="minute")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def row(prediction: Prediction, targets: Targets) -> str:
+    cells = (
+        f"{prediction.ttft_p50_s:12.3f}",
+        f"{prediction.ttft_p95_s:12.3f}",
+        f"{prediction.itl_p50_s * 1000:12.1f}",
+        f"{prediction.itl_p95_s * 1000:12.1f}",
+        "  meets the targets" if prediction.meets(targets) else "",
+    )
+    return f"{prediction.fleet!s:26}" + "".join(cells) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        speeds = parse_speeds(args.speeds.read_text())
+        requests = at_speed(spread_arrivals(load_trace(args.trace)[: args.requests]), args.speed)
+        if args.plot is not None:
+            import_matplotlib()
+    except (OSError, SpeedsError, TraceError, PlotUnavailable) as error:
+        parser.error(str(error))
+    targets = Targets(args.ttft_s, args.itl_s)
+    worker = WorkerSettings(args.blocks, args.block_size)
+    found: list[Prediction] = []
+    if not args.json:
+        titles = ("TTFT p50 s", "p95 s", "ITL p50 ms", "p95 ms")
+        sys.stdout.write(" " * 26 + "".join(title.rjust(12) for title in titles) + "\n")
+    for prediction in search(
+        requests, speeds, worker, targets, args.max_workers, splits=not args.aggregated
+    ):
+        found.append(prediction)
+        if not args.json:
+            sys.stdout.write(row(prediction, targets))
+            sys.stdout.flush()
+    best = cheapest(found, targets)
+    if args.json:
+        answer: dict[str, Any] = {
+            "best": None if best is None else asdict(best),
+            "tried": [asdict(prediction) for prediction in found],
+        }
+        sys.stdout.write(json.dumps(answer) + "\n")
+    elif best is None:
+        sys.stdout.write(f"no fleet of up to {args.max_workers} workers meets the targets\n")
+    else:
+        sys.stdout.write(f"\n{best.fleet}: the fewest workers that meet the targets\n")
+    if best is not None and args.plot is not None:
+        plot(best.fleet, requests, speeds, worker, targets, args.plot)
+    return EXIT_NOT_MET if best is None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
