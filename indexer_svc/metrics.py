@@ -39,6 +39,8 @@ def _read_state(ingest: Ingest) -> Iterator[Reading]:
     text = "Indexed blocks; a block held by n sources counts n times."
     yield gauge("blocks", text, feed.blocks)
     yield gauge("used_bytes", "Estimated memory of the index in bytes.", ingest.used_bytes)
+    text = "Memory that the index may use in bytes; 0: no limit."
+    yield gauge("budget_bytes", text, ingest.budget.budget_bytes)
     yield gauge("publishers", "Open Publish streams.", len(ingest.publishers))
     yield gauge("subscribers", "Open Subscribe streams.", len(ingest.subscribers))
     counts = feed.state_counts()

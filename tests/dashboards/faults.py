@@ -125,19 +125,10 @@ def _replace_indexer(*flags: str) -> Callable[[Bed], None]:
 def _overfill_index(bed: Bed) -> None:
     """Fills the caches beyond the memory of an indexer with one megabyte."""
     _replace_indexer("--budget-mb=1")(bed)
-    workers = bed.mesh.of_kind("prefill")
-    assert workers, "prefill workers hold the blocks"
     for number in range(CACHED_PROMPTS):
         prompt = _unique_prompt(1000 + number, CACHED_TOKENS)
         response = bed.mesh.post_completion(f"fill-{number}", prompt, max_tokens=1)
         assert response.status_code == 200, response.text
-
-
-def _restart_prefill(bed: Bed) -> None:
-    _replace_indexer()(bed)
-    for worker in bed.mesh.of_kind("prefill"):
-        worker.kill()
-    bed.mesh.spawn("prefill").wait_ready()
 
 
 def _hide_registry(bed: Bed) -> None:
@@ -168,7 +159,11 @@ FAULTS = (
     ),
     Fault(
         "the decode workers are stopped",
-        [("ModelNotServed", {"model": MODEL}), ("ScrapeFails", {})],
+        [
+            ("ModelNotServed", {"model": MODEL}),
+            ("ScrapeFails", {}),
+            ("IndexDegraded", {"state": "stale"}),
+        ],
         _send_all("decode", signal.SIGSTOP),
         _send_all("decode", signal.SIGCONT),
     ),
@@ -180,9 +175,9 @@ FAULTS = (
     ),
     Fault(
         "the index exceeds its memory",
-        [("IndexDegraded", {"state": "degraded"})],
+        [("IndexFull", {})],
         _overfill_index,
-        _restart_prefill,
+        _replace_indexer(),
     ),
     Fault(
         "more prompts arrive than are computed",
@@ -214,8 +209,8 @@ def check_faults(folder: Path, report: Report) -> None:
 
 def _check(bed: Bed, fault: Fault) -> None:
     alerts = fault.alerts
-    before = [name for name, labels in alerts if bed.fires(name, **labels)]
-    bed.report.check(f"{fault.name}: silent before", not before, f"fires: {before}")
+    for name, labels in alerts:
+        wait_for(partial(bed.is_silent, name, **labels), f"{name} is silent before", RESOLVES_S)
     began = time.monotonic()
     fault.break_(bed)
     for name, labels in alerts:

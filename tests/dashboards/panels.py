@@ -37,6 +37,19 @@ FRONTEND_FLAGS = ("--trust-traceparent", "--canary-interval-s=1")
 # Of a tenant, so that requests are refused.
 LIMITED = {"small": ("--requests-per-s=2",)}
 TENANTS = ("acme", "small")
+# What the load must have caused; else the panels show a mesh without faults.
+CAUSED = {
+    "handoffs": 'kvmesh_worker_engine_total{name="rooms_handed_over"}',
+    "attempts after the first": "kvmesh_frontend_retries_total",
+    "refusals of a tenant": 'kvmesh_frontend_failures_total{error_type="rate_limited"}',
+    "requests of an adapter": f'kvmesh_frontend_usage_requests_total{{adapter="{ADAPTER}"}}',
+    "requests of each tenant": " and on () ".join(
+        f'sum(kvmesh_frontend_usage_requests_total{{tenant="{name}"}})' for name in TENANTS
+    ),
+    "disconnects": "kvmesh_frontend_disconnected_clients_total",
+    "cache hits": "kvmesh_frontend_kv_actual_cached_tokens_total",
+    "requests in the queue": "kvmesh_router_queue_wait_seconds_count",
+}
 # Of Prometheus itself, and of its client library.
 FOREIGN = ("up", "scrape_", "ALERTS")
 
@@ -98,6 +111,9 @@ def check_panels(folder: Path, report: Report) -> None:
             # Sleep: the last samples are scraped.
             time.sleep(3.0)
             _check_targets(prometheus, mesh, report)
+            for name, expr in CAUSED.items():
+                expr = f"sum({expr}) > 0"
+                report.check(f"load: {name}", prometheus.has_samples(expr), f"never: {expr}")
             _check_queries(prometheus, load, report)
             _check_variables(prometheus, report)
             _check_reference(prometheus, report)

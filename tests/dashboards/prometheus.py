@@ -105,7 +105,7 @@ def running_prometheus(
     """
     folder.mkdir(parents=True)
     (folder / "alerts.yml").write_text(yaml.safe_dump(rules))
-    authorization = {} if key is None else {"authorization": {"credentials": key}}
+    authorization = {} if key is None else {"authorization": {"type": "Bearer", "credentials": key}}
     source = {"url": targets_url, "refresh_interval": f"{SCRAPE_S}s", **authorization}
     job = {
         "job_name": "kvmesh",

@@ -279,7 +279,7 @@ def test_the_container_of_a_whole_mesh_accepts_its_configuration() -> None:
 def test_prometheus_reads_its_targets_from_every_frontend() -> None:
     document = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
     (job,) = document["scrape_configs"]
-    key = {"credentials_file": "/run/kvmesh/metrics/metrics_key"}
+    key = {"type": "Bearer", "credentials_file": "/run/kvmesh/metrics/metrics_key"}
     assert job["authorization"] == key
     sources = job["http_sd_configs"]
     assert all(source["authorization"] == key for source in sources)

@@ -105,12 +105,33 @@ ALERTS = (
             "The dashboard *index*: gaps, overflows, memory.",
         ),
         (
-            "Over budget: raise `--budget-mb` of the indexers. Events lost: flush the cache"
-            " (AdminService/FlushCache) or restart the worker. Stale: see ScrapeFails.",
+            "Events lost: flush the cache (AdminService/FlushCache) or restart the worker. Stale:"
+            " see ScrapeFails.",
         ),
         Example(
             (gauge('kvmesh_router_index_sources{instance="router-0", state="degraded"}', 0, 1),),
             {"instance": "router-0", "state": "degraded"},
+        ),
+    ),
+    Alert(
+        "IndexFull",
+        "max by (instance) (kvmesh_indexer_used_bytes / (kvmesh_indexer_budget_bytes > 0)) > 0.85",
+        "5m",
+        "ticket",
+        "The index of {{ $labels.instance }} has nearly used up its memory",
+        "Above its budget the indexer makes workers withdraw their deepest blocks: routers miss"
+        " cache hits of long prompts.",
+        (
+            "The dashboard *index*: memory and blocks. `meshctl doctor`: `index_full`.",
+            "The log of the indexer: `over_budget`.",
+        ),
+        ("Raise `--budget-mb` of the indexers; a block takes about 110 bytes.",),
+        Example(
+            (
+                gauge('kvmesh_indexer_used_bytes{instance="indexer-0"}', 5e8, 9.5e8),
+                gauge('kvmesh_indexer_budget_bytes{instance="indexer-0"}', 1e9, 1e9),
+            ),
+            {"instance": "indexer-0"},
         ),
     ),
     Alert(

@@ -21,11 +21,14 @@ def _count(title: str, metric: str, text: str) -> Panel:
 
 CONTENT = (
     _value("Blocks", "blocks", "A block on n ranks counts n times."),
-    _value(
+    Panel(
         "Memory of the index",
-        "used_bytes",
-        "Estimated. Near the budget, workers withdraw blocks.",
         "bytes",
+        (
+            Query(of_instance(f"{_I}_used_bytes"), "{{instance}}"),
+            Query(of_instance(f"{_I}_budget_bytes"), "budget of {{instance}}"),
+        ),
+        "Estimated. Near the budget, workers withdraw blocks.",
     ),
     Panel(
         "Ranks, by state",
