@@ -75,7 +75,7 @@ class ConsoleApp:
         security = rpc.security_from_config(config)
         self.backend = Backend(config, self._registry, security, self._keys)
         self._certificates = _certificates(config)
-        self._login_pages = LoginPages(self._logins, is_secure=self._certificates is not None)
+        self._login_pages = LoginPages(self._logins, is_secure=config.uses_https)
         self._server: ConsoleServer | None = None
         self._server_task: asyncio.Task[None] | None = None
         self._close_metrics: Callable[[], Awaitable[None]] | None = None

@@ -74,6 +74,11 @@ class ConsoleConfig(ServiceConfig):
     """Folder of trace files for replays (--request-trace of a frontend). Unset: only generated
     workloads."""
 
+    @property
+    def uses_https(self) -> bool:
+        """Whether browsers reach it over TLS: its own, or that of a proxy."""
+        return self.http_tls_cert_path is not None or self.public_url.startswith("https:")
+
     def problems(self) -> list[str]:
         found = super().problems()
         has_tls = self.http_tls_cert_path is not None

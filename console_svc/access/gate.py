@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any, Final
 from urllib.parse import quote
+
+from starlette.requests import cookie_parser
 
 from common.access.browser_policy import BrowserPolicy
 from common.errors import MeshError
@@ -141,11 +142,7 @@ class Gate:
 
 def read_cookie(scope: Scope, name: str) -> str:
     """Returns the value of a cookie; "" if it is absent."""
-    try:
-        cookies = SimpleCookie(_header(scope, b"cookie").decode("latin-1"))
-    except CookieError:
-        return ""
-    return cookies[name].value if name in cookies else ""
+    return cookie_parser(_header(scope, b"cookie").decode("latin-1")).get(name, "")
 
 
 async def send_text(

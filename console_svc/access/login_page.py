@@ -41,7 +41,7 @@ class LoginPages:
     """The routes of one console."""
 
     def __init__(self, logins: Logins, *, is_secure: bool) -> None:
-        """is_secure: whether the console is served over TLS."""
+        """is_secure: whether browsers reach the console over TLS."""
         self._logins = logins
         self._is_secure = is_secure
         self.cookie_name = "kvmesh_console"

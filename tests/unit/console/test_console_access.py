@@ -17,7 +17,7 @@ from common.access.login_links import create_link
 from common.api_keys import hash_of
 from common.errors import Overloaded, PermissionDenied, Unauthenticated
 from console_svc.access.failures import FAILURES_MAX, WINDOW_S, LoginFailures
-from console_svc.access.gate import Gate, Message, Receive, Scope, Send
+from console_svc.access.gate import Gate, Message, Receive, Scope, Send, read_cookie
 from console_svc.access.login import Logins
 from console_svc.access.sessions import IDLE_S, LONGEST_S, SESSIONS_MAX, Operator, Sessions
 
@@ -243,3 +243,9 @@ async def test_a_websocket_needs_a_session_and_ends_with_it(gate: Gate, logins: 
 
 def test_operators_of_a_link_have_no_key() -> None:
     assert Operator().name == "one-time link"
+
+
+@pytest.mark.parametrize("other", ['prefs={"a": 1, "b": "c d"}', "x[y]=1", "flag", "a b=c"])
+def test_cookies_of_other_servers_of_the_host_do_not_hide_the_session(other: str) -> None:
+    header = f"{other}; {COOKIE}=token".encode()
+    assert read_cookie({"headers": [(b"cookie", header)]}, COOKIE) == "token"

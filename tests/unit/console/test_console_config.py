@@ -28,3 +28,9 @@ def test_a_console_is_closed_to_other_hosts_by_default() -> None:
 
 def test_an_unreadable_file_of_keys_is_refused(tmp_path: Path) -> None:
     assert "--api-keys" in problems(f"--api-keys={tmp_path / 'absent.json'}")
+
+
+def test_a_proxy_with_tls_protects_the_cookie_as_tls_of_the_console_does() -> None:
+    assert ConsoleConfig(public_url="https://console.example").uses_https
+    assert ConsoleConfig(http_tls_cert_path=Path("cert.pem")).uses_https
+    assert not ConsoleConfig(public_url="http://console.example").uses_https
