@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs dashboards dashboards-check compose-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs dashboards dashboards-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -154,6 +154,14 @@ dashboards: $(VENV)/.dev ## Write dashboards, alerts, runbook and the reference 
 
 dashboards-check: $(VENV)/.dev ## Every query and alert on a real Prometheus and a loaded mesh, six faults (minutes); last line is JSON
 	$(BIN)/python -m tests.dashboards $(ARGS)
+# Playwright has an environment of its own; it drives the Chromium of the system.
+console-test: $(VENV)/.dev .venv-console/.ready ## The console of a real mesh in Chromium: screenshots in build/console, journeys (4 minutes); last line is JSON
+	@.venv-console/bin/python -m tests.console $(ARGS)
+
+.venv-console/.ready: tests/console/requirements.txt
+	@$(PY) -m venv .venv-console
+	@echo "installing Playwright into .venv-console ..."
+	@.venv-console/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
 
 bombs: $(VENV)/.dev ## 31 constraints, images, tokenizers and templates without end, beside streams (two minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.bombs $(ARGS)
@@ -238,6 +246,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
+	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt
 	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
 	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt
 

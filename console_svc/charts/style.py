@@ -94,7 +94,7 @@ def value_axis(name: str = "", **more: Any) -> Option:
         "type": "value",
         "name": name,
         "nameLocation": "end",
-        "nameTextStyle": text_style(MUTED, 11),
+        "nameTextStyle": {**text_style(MUTED, 11), "align": "left"},
         "axisLabel": text_style(MUTED, 11),
         "axisLine": {"show": False},
         "axisTick": {"show": False},

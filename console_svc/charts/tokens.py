@@ -18,7 +18,7 @@ def arrivals(times_ms: Sequence[float]) -> Option:
     drawn = gaps[-PIECES_MAX:]
     return picture(
         f"Gaps between {len(gaps)} pieces of the response",
-        grid={"left": 8, "right": 16, "top": 24, "bottom": 4, "containLabel": True},
+        grid={"left": 8, "right": 32, "top": 24, "bottom": 4, "containLabel": True},
         xAxis=value_axis(
             "ms",
             min=0,

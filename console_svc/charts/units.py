@@ -47,7 +47,8 @@ def duration(ms: float | None) -> str:
         return f"{ms / 60_000:.1f} min"
     if ms >= 1000:
         return f"{ms / 1000:.2f} s"
-    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
+    digits = 0 if ms >= 100 or not ms else 1 if ms >= 1 else 2
+    return f"{ms:.{digits}f} ms"
 
 
 def size(count_of_bytes: float) -> str:

@@ -24,7 +24,16 @@ from console_svc.pages.figure import Figure
 from console_svc.pages.frame import frame, refresh
 from console_svc.pages.members_table import member_href
 from console_svc.pages.paging import Column, matches
-from console_svc.pages.parts import Empty, Notice, box, choice, section, text, text_input
+from console_svc.pages.parts import (
+    Empty,
+    Notice,
+    box,
+    choice,
+    section,
+    set_choices,
+    text,
+    text_input,
+)
 from console_svc.pages.table import Table
 from console_svc.state.console_state import ConsoleState
 from console_svc.state.members import IndexSource, IndexView
@@ -136,7 +145,7 @@ class _IndexPage:
             self._views = Table("Indexers", _VIEW_COLUMNS, lambda v: v.indexer, _EMPTY)
         with section("Blocks by worker") as self._picture:
             self._which_indexer = choice(
-                "Indexer", "index-which", [""], "", self._render_picture, "min-width: 200px"
+                "Indexer", "index-which", [], "", self._render_picture, "min-width: 200px"
             )
             with box("kv-panel kv-stack"):
                 self._bars = Figure(height=200)
@@ -162,9 +171,7 @@ class _IndexPage:
             part.set_visibility(bool(views))
         self._views.show(views)
         names = [view.indexer for view in views]
-        if names and self._which_indexer.options != names:
-            chosen = self._which_indexer.value
-            self._which_indexer.set_options(names, value=chosen if chosen in names else names[0])
+        set_choices(self._which_indexer, names)
         inexact = Counter(s.state for v in views for s in v.sources if not s.is_exact)
         listed = ", ".join(f"{n} {state}" for state, n in inexact.most_common())
         self._inexact.show(

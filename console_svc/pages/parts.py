@@ -189,9 +189,18 @@ def choice(
     style: str = "min-width: 150px",
 ) -> ui.select:
     with field(label, id_, style):
-        return ui.select(options, value=value, on_change=on_change).props(
+        # A select refuses a value that is no option.
+        chosen = value if value in options else None
+        return ui.select(options, value=chosen, on_change=on_change).props(
             f'outlined dense options-dense for="{id_}"'
         )
+
+
+def set_choices(select: ui.select, options: list[str]) -> None:
+    """Sets other options; the value stays if it is one of them, else it is the first one."""
+    if select.options != options:
+        value = select.value if select.value in options else next(iter(options), None)
+        select.set_options(options, value=value)
 
 
 def button(label: str, on_click: Callable[..., Any], classes: str = "kv-button") -> ui.button:

@@ -22,7 +22,7 @@ from console_svc.pages.conversation import (
     user_message,
 )
 from console_svc.pages.figure import Figure
-from console_svc.pages.frame import frame
+from console_svc.pages.frame import frame, refresh
 from console_svc.pages.paging import Column
 from console_svc.pages.parts import (
     Disclosure,
@@ -34,6 +34,7 @@ from console_svc.pages.parts import (
     choice,
     field,
     section,
+    set_choices,
     text,
     text_input,
 )
@@ -65,10 +66,7 @@ class _Playground:
         self._state = state
         self._messages: list[Mapping[str, Any]] = []
         self._task: asyncio.Task[None] | None = None
-        models = [model.name for model in state.models]
-        models += [adapter.name for model in state.models for adapter in model.adapters]
         self._empty = Empty(*_NO_MODEL)
-        self._empty.show(not models)
         with box("kv-play"):
             with section("Conversation"):
                 self._error = Notice("bad")
@@ -77,11 +75,18 @@ class _Playground:
                 self._live = _Live()
                 self._build_composer()
             with section("Settings"):
-                self._build_settings(models)
+                self._build_settings()
         with section("How it was served") as self._served_part:
             self._served = _Served(state)
         self._served_part.set_visibility(False)
         ui.context.client.on_delete(self._cancel)
+        refresh(state, self._show_models)
+
+    def _show_models(self) -> None:
+        models = [model.name for model in self._state.models]
+        models += [adapter.name for m in self._state.models for adapter in m.adapters]
+        self._empty.show(not models)
+        set_choices(self._model, models)
 
     def _build_composer(self) -> None:
         with field("Message", "play-message"):
@@ -95,12 +100,9 @@ class _Playground:
             button("New conversation", self._reset)
             text("span", "Ctrl+Enter sends.", "kv-muted kv-small")
 
-    def _build_settings(self, models: list[str]) -> None:
+    def _build_settings(self) -> None:
         with box("kv-panel kv-stack"):
-            first = models[0] if models else ""
-            self._model = choice(
-                "Model or adapter", "play-model", models, first, style="width: 100%"
-            )
+            self._model = choice("Model or adapter", "play-model", [], "", style="width: 100%")
             self._key = text_input(
                 "API key",
                 "play-key",

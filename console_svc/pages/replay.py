@@ -10,9 +10,19 @@ from common.errors import MeshError
 from console_svc.charts.replay import balances, distribution, hit_rates, quantiles
 from console_svc.charts.units import NONE, duration, number, percent
 from console_svc.pages.figure import Figure
-from console_svc.pages.frame import frame
+from console_svc.pages.frame import frame, refresh
 from console_svc.pages.paging import Column
-from console_svc.pages.parts import Empty, Notice, box, button, choice, section, text, text_input
+from console_svc.pages.parts import (
+    Empty,
+    Notice,
+    box,
+    button,
+    choice,
+    section,
+    set_choices,
+    text,
+    text_input,
+)
 from console_svc.pages.table import Table
 from console_svc.state.actions import ReplayReport, ReplayRequest, ReplayRun
 from console_svc.state.console_state import ConsoleState
@@ -87,15 +97,12 @@ class _ReplayPage:
                     text("h3", "Load variation between workers; less is better")
                     self._balances = Figure(height=140)
         self._results.set_visibility(False)
+        refresh(state, self._show_choices)
 
     def _build_form(self) -> None:
-        state = self._state
-        traces = [*state.replay_workloads, *state.replay_traces]
         with box("kv-row-end"):
-            first = traces[0] if traces else ""
-            self._trace = choice(
-                "Workload or trace", "replay-trace", traces, first, style="min-width: 220px"
-            )
+            style = "min-width: 220px"
+            self._trace = choice("Workload or trace", "replay-trace", [], "", style=style)
             self._workers = text_input(
                 f"Workers, at most {_WORKERS_MAX}",
                 "replay-workers",
@@ -110,15 +117,24 @@ class _ReplayPage:
             )
         with ui.element("fieldset").style("border: 0; margin: 0; padding: 0"):
             text("legend", "Policies", "kv-muted kv-small").style("padding: 0")
-            with box("kv-row"):
-                self._policies = {
-                    name: ui.checkbox(name, value=name in _DEFAULTS).props("dense")
-                    for name in state.replay_policies
-                }
+            with box("kv-row") as self._boxes:
+                self._policies: dict[str, ui.checkbox] = {}
         with box("kv-row"):
             self._run_button = button("Run", self._run, "kv-primary")
             self._progress = text("span", classes="kv-muted kv-small")
             self._progress.props["role"] = "status"
+
+    def _show_choices(self) -> None:
+        """Shows workloads and policies, which the console reads in the background."""
+        state = self._state
+        set_choices(self._trace, [*state.replay_workloads, *state.replay_traces])
+        if list(self._policies) != list(state.replay_policies):
+            self._boxes.clear()
+            with self._boxes:
+                self._policies = {
+                    name: ui.checkbox(name, value=name in _DEFAULTS).props("dense")
+                    for name in state.replay_policies
+                }
 
     def _request(self) -> ReplayRequest:
         """Returns the request of the fields. Raises ValueError."""
@@ -152,7 +168,11 @@ class _ReplayPage:
         runs = report.runs
         self._empty.show(False)
         self._results.set_visibility(True)
-        settings = ", ".join(f"{name} {_plain(value)}" for name, value in report.facts.items())
+        settings = ", ".join(
+            f"{name} {_plain(value)}"
+            for name, value in report.facts.items()
+            if value and name != "trace"
+        )
         self._facts.set_text(f"{report.trace}: {settings}")
         self._table.show(runs)
         self._quantiles.show(quantiles(runs))

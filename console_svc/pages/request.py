@@ -78,7 +78,13 @@ def _age(candidate: Candidate) -> str:
 
 
 def _terms(candidate: Candidate) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in candidate.terms.items()) or NONE
+    neutral = {"taint_factor": 1.0}
+    parts = [
+        f"{name} {value:.3g}"
+        for name, value in sorted(candidate.terms.items(), key=lambda term: -term[1])
+        if value != neutral.get(name, 0.0)
+    ]
+    return ", ".join(parts) or NONE
 
 
 _CANDIDATES: Sequence[Column[Candidate]] = (
@@ -253,7 +259,7 @@ def _show_explanation(explanation: Explanation, row: RequestRow) -> None:
             if compared(candidates):
                 with box("kv-panel"):
                     Figure(
-                        "Parts of the cost, seconds; less is better. ▶ was chosen.",
+                        "Parts of the cost in the unit of the selector; less is better. ▶: chosen.",
                         height=bars_height_px(len(compared(candidates))),
                     ).show(costs(leg, candidates))
             table = Table(
