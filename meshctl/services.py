@@ -257,10 +257,17 @@ def _variables(
 
 
 def _add_collector(variables: Variables, prefix: str, options: UpOptions) -> None:
-    """Sends the spans of a service to the console, unless another collector is configured."""
+    """Adds the OTLP receiver of the console to the collectors of a service. Headers for all of
+    them, which may be secrets, are not meant for it; then nothing is added."""
     name = f"{prefix}OTLP_ENDPOINT"
-    if not (variables.values.get(name) or options.otlp_endpoint):
-        variables.put(name, f"http://127.0.0.1:{options.console_otlp_port}", ("consoles",))
+    others = variables.values.get(name) or ",".join(options.otlp_endpoint)
+    own = f"http://127.0.0.1:{options.console_otlp_port}"
+    has_headers = f"{prefix}OTLP_HEADERS" in variables.values
+    if has_headers or not all(header.endpoint for header in options.otlp_headers):
+        return
+    if own not in others.split(","):
+        endpoints = ",".join(filter(None, (others, own)))
+        variables.put(name, endpoints, variables.origins.get(name, ("consoles",)))
 
 
 def _add_adapters(

@@ -27,6 +27,7 @@ from console_svc.collect.channels import Channels
 from console_svc.collect.frontends import Frontends
 from console_svc.collect.history import History
 from console_svc.collect.indexes import read_index
+from console_svc.collect.recent_requests import RecentRequests
 from console_svc.collect.request_log import RequestLog
 from console_svc.collect.roster import Roster, count_unhealthy
 from console_svc.collect.scrape import sum_usage
@@ -91,6 +92,7 @@ class Collector:
         self._history = History(OVERVIEW_CURVES, OVERVIEW_POINTS)
         self._shares = TenantShares()
         self._cards = Cards(registry.get_card)
+        self._recent = RecentRequests()
         self._last_snapshot_at = 0.0
         self._index: dict[int, IndexView] = {}
         self.channels = Channels(security)
@@ -127,6 +129,7 @@ class Collector:
             self._snapshot_changed.clear()
             members = self.roster.members
             await self.channels.close(self.channels.ids - {int(member.id) for member in members})
+            self._recent.forget({int(member.id) for member in members})
             await self._cards.load(self.roster.instances("worker"))
             self.refresh()
 
@@ -140,6 +143,7 @@ class Collector:
                 await asyncio.gather(
                     self._ask_members(began_at),
                     self.frontends.read(self.roster.instances("frontend")),
+                    self._read_requests(),
                 )
                 if began_at - index_at >= INDEX_INTERVAL_S:
                     index_at = began_at
@@ -183,6 +187,14 @@ class Collector:
         self.roster.responded(instance.id, state, time.time())
         if not state.has_responded:
             await self.channels.close([instance.id])
+
+    async def _read_requests(self) -> None:
+        async def read(frontend: Instance) -> None:
+            async with self.channels.use(frontend) as channel:
+                name = self.roster.name(frontend.id)
+                self.requests.add(await self._recent.read(channel, frontend.id, name))
+
+        await asyncio.gather(*map(read, self.roster.instances("frontend")))
 
     async def _read_indexes(self) -> None:
         indexers = self.roster.instances("indexer")

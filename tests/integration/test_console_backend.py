@@ -22,6 +22,7 @@ from console_svc.backend import Backend
 from console_svc.config import ConsoleConfig
 from console_svc.live_state import LiveState
 from console_svc.state.actions import ChatRequest, ReplayRequest
+from console_svc.traces.tree import build_stages
 from tests.kit.processes import Mesh
 from tests.kit.waiting import WAIT_S, until
 
@@ -110,6 +111,11 @@ async def test_it_shows_the_members_with_health_load_index_and_model(state: Live
     assert not state.overview.problems
 
 
+def has_stages(state: LiveState) -> bool:
+    row = state.find_request("mine")
+    return row is not None and bool(row.stages)
+
+
 async def test_a_request_has_spans_with_the_link_and_the_reason_of_its_worker(
     state: LiveState, mesh: Mesh
 ) -> None:
@@ -131,8 +137,18 @@ async def test_a_request_has_spans_with_the_link_and_the_reason_of_its_worker(
     assert spans[link.to_id].member == "decode-1"
     assert {span.service for span in trace.spans} == {"frontend", "router", "worker"}
     await until(lambda: state.find_request("mine"), "the request is listed")
+    await until(lambda: has_stages(state), "its frontend reports it")
     row = state.find_request("mine")
     assert row is not None
+    assert row.workers == ("prefill-1", "decode-1")
+    assert [stage.name for stage in row.stages][:5] == [
+        *("tokenize", "route", "prefill", "handoff", "decode"),
+    ]
+    stages = build_stages(row)
+    assert stages is not None
+    assert [(link.from_id, link.to_id) for link in stages.links] == [("prefill", "decode")]
+    assert (row.router, row.http_status, row.output_tokens) == ("router-1", 200, 4)
+    assert state.find_request(id_) is row
     assert (row.is_split, row.model, row.is_error) == (True, "sim", False)
     assert row in state.requests
     explanation = await state.explain(id_)

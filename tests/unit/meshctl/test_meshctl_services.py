@@ -47,6 +47,17 @@ def test_a_console_is_started_last_and_receives_the_spans_of_all_services() -> N
         assert not spec.is_observer
 
 
+def test_a_console_receives_spans_beside_other_collectors_and_never_their_headers() -> None:
+    others = {"otlp_endpoint": "http://a:4317", "consoles": 1, "console_otlp_port": 8101}
+    router = build_service_specs(UpOptions.model_validate(others))[1]
+    expected = {"KVMESH_ROUTER_OTLP_ENDPOINT": "http://a:4317,http://127.0.0.1:8101"}
+    assert router.environ == expected
+    named = UpOptions.model_validate({**others, "otlp_headers": "http://a:4317 x=1"})
+    assert build_service_specs(named)[1].environ == expected
+    secret = UpOptions.model_validate({**others, "otlp_headers": "x=1"})
+    assert build_service_specs(secret)[1].environ == {}
+
+
 def test_services_accept_the_flags_that_meshctl_passes() -> None:
     rooms: dict[str, tuple[type[ServiceConfig], str]] = {
         "frontend_svc": (FrontendConfig, "FRONTEND"),
