@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -79,6 +79,23 @@ def sum_samples(samples: Sequence[Sample]) -> Sample:
         sum(sample.queued for sample in samples),
         {bound: sum(sample.ttft.get(bound, 0.0) for sample in samples) for bound in bounds},
     )
+
+
+def sum_traffic(periods: Sequence[tuple[Sample, Sample]]) -> Traffic:
+    """Returns the traffic of several frontends. periods: the first and last sample of each, which
+    may be of different times."""
+    olds, news = [old for old, _ in periods], [new for _, new in periods]
+    each = [traffic_between(*period) for period in periods]
+    return replace(
+        traffic_between(sum_samples(olds), sum_samples(news)),
+        requests_per_s=_sum([traffic.requests_per_s for traffic in each]),
+        tokens_per_s=_sum([traffic.tokens_per_s for traffic in each]),
+    )
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def traffic_between(old: Sample, new: Sample) -> Traffic:

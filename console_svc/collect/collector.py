@@ -229,7 +229,8 @@ class Collector:
             "kv_use": _kv_use(workers),
         }
         self._history.add(time.time(), values)
-        self._shares.add(time.monotonic(), sum_usage(self.frontends.scrapes))
+        usages = {name: scrape.usage for name, scrape in self.frontends.scrapes.items()}
+        self._shares.add(time.monotonic(), usages)
         self.refresh()
 
     def refresh(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from common.inspection.gateway import api_url, metrics_url, new_http_client
-from common.inspection.traffic import Sample, Traffic, sum_samples, traffic_between
+from common.inspection.traffic import Sample, Traffic, sum_traffic, traffic_between
 from common.registry.instances import Instance
 from common.runtime.config import ServiceConfig
 from console_svc.collect.scrape import Scrape, read_scrape
@@ -69,10 +69,7 @@ class Frontends:
             if self._samples.get(url)
         }
         windows = [window for window in self._samples.values() if window]
-        self.total = traffic_between(
-            sum_samples([window[0] for window in windows]),
-            sum_samples([window[-1] for window in windows]),
-        )
+        self.total = sum_traffic([(window[0], window[-1]) for window in windows])
 
     async def close(self) -> None:
         await self._forget(frozenset())

@@ -18,16 +18,23 @@ class TenantShares:
     """The tokens of each tenant in the last SHARE_WINDOW_S."""
 
     def __init__(self) -> None:
-        # Time, and tokens by tenant since the start of the frontends.
+        # Tokens by tenant that each frontend had counted at the last call.
+        self._counted: dict[str, dict[str, float]] = {}
+        # Tokens by tenant since the start of the console; and at which times they were so many.
+        self._used: dict[str, float] = {}
         self._totals: deque[tuple[float, Mapping[str, float]]] = deque()
 
-    def add(self, now_s: float, usage: Mapping[UsageKey, Usage]) -> None:
-        """Keeps the counts of a moment. now_s: of a monotonic clock."""
-        totals: dict[str, float] = {}
-        for key, used in usage.items():
-            tokens = used.prompt_tokens + used.output_tokens
-            totals[key.tenant] = totals.get(key.tenant, 0.0) + tokens
-        self._totals.append((now_s, totals))
+    def add(self, now_s: float, usages: Mapping[str, Mapping[UsageKey, Usage]]) -> None:
+        """Keeps the counts of a moment. now_s: of a monotonic clock. usages: by frontend, since its
+        start; one without a count before starts with this one."""
+        before, self._counted = self._counted, {n: _tokens(usage) for n, usage in usages.items()}
+        for name in before.keys() & self._counted.keys():
+            for tenant, count in self._counted[name].items():
+                known = before[name].get(tenant, 0.0)
+                # A frontend that has started again counts from zero.
+                used = count - known if count >= known else count
+                self._used[tenant] = self._used.get(tenant, 0.0) + used
+        self._totals.append((now_s, self._used.copy()))
         while len(self._totals) > 2 and now_s - self._totals[1][0] >= SHARE_WINDOW_S:
             self._totals.popleft()
 
@@ -36,9 +43,17 @@ class TenantShares:
         if not self._totals:
             return {}
         (_, before), (_, after) = self._totals[0], self._totals[-1]
-        # A frontend that has started again counts from zero.
         used = {name: total - before.get(name, 0.0) for name, total in after.items()}
         return {name: tokens for name, tokens in used.items() if tokens > 0}
+
+
+def _tokens(usage: Mapping[UsageKey, Usage]) -> dict[str, float]:
+    """Returns the tokens by tenant."""
+    tokens: dict[str, float] = {}
+    for key, used in usage.items():
+        of_key = used.prompt_tokens + used.output_tokens
+        tokens[key.tenant] = tokens.get(key.tenant, 0.0) + of_key
+    return tokens
 
 
 def view_tenants(

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from common.inspection.gateway import metrics_url, new_http_client
-from common.inspection.traffic import Sample, Traffic, read_sample, sum_samples, traffic_between
+from common.inspection.traffic import Sample, Traffic, read_sample, sum_traffic, traffic_between
 from meshctl.commands.status import Row, gather
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
 
@@ -163,8 +163,7 @@ class _Top:
             if self.samples[url]
         }
         windows = [window for window in self.samples.values() if window]
-        old = sum_samples([window[0] for window in windows])
-        total = traffic_between(old, sum_samples([window[-1] for window in windows]))
+        total = sum_traffic([(window[0], window[-1]) for window in windows])
         return _View(rows, traffic, total, problems)
 
     async def _sample(self, url: str) -> str:

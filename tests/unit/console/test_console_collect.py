@@ -196,5 +196,16 @@ def test_tenants_have_limits_usage_and_shares_by_weight() -> None:
 def test_shares_are_those_of_the_last_minute() -> None:
     shares = TenantShares()
     for at_s, tokens in ((0.0, 100.0), (30.0, 150.0), (70.0, 170.0), (100.0, 190.0)):
-        shares.add(at_s, {UsageKey("a", "k", "m", ""): Usage(output_tokens=tokens)})
+        shares.add(at_s, {"f": {UsageKey("a", "k", "m", ""): Usage(output_tokens=tokens)}})
     assert shares.recent() == {"a": 40.0}
+
+
+def test_shares_count_nothing_twice_after_a_failed_scrape_or_a_restart() -> None:
+    shares = TenantShares()
+    of = {t: {UsageKey(t, "k", "m", ""): Usage(output_tokens=5000.0)} for t in ("a", "b")}
+    shares.add(0.0, {"f1": of["a"], "f2": of["b"]})
+    shares.add(2.0, {"f1": of["a"]})
+    shares.add(4.0, {"f1": of["a"], "f2": of["b"]})
+    assert shares.recent() == {}
+    shares.add(6.0, {"f1": {UsageKey("a", "k", "m", ""): Usage(output_tokens=7.0)}})
+    assert shares.recent() == {"a": 7.0}

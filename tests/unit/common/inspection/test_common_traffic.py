@@ -7,7 +7,14 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from common.inspection.traffic import Sample, quantile_ms, read_sample, sum_samples, traffic_between
+from common.inspection.traffic import (
+    Sample,
+    quantile_ms,
+    read_sample,
+    sum_samples,
+    sum_traffic,
+    traffic_between,
+)
 from frontend_svc.metrics.families import FrontendMetrics
 
 
@@ -66,3 +73,12 @@ def test_a_quantile_is_linear_in_its_bucket_and_bounded_by_the_last_finite_one()
 def test_several_frontends_are_added() -> None:
     total = sum_samples([Sample(1.0, 1, 2, 3, 4, {0.1: 5}), Sample(2.0, 1, 2, 3, 4, {0.1: 5})])
     assert total == Sample(2.0, 2, 4, 6, 8, {0.1: 10})
+
+
+def test_a_frontend_that_joins_does_not_change_the_rates_of_the_others() -> None:
+    known = (Sample(0.0, 0, 0), Sample(10.0, 100, 1000))
+    joined = Sample(10.0, 5000, 90_000, 2)
+    total = sum_traffic([known, (joined, joined)])
+    assert (total.requests_per_s, total.tokens_per_s, total.running) == (10, 100, 2)
+    total = sum_traffic([(known[0], Sample(12.0, 120, 1200)), (joined, Sample(12.0, 5002, 90_020))])
+    assert (total.requests_per_s, total.tokens_per_s) == (11, 110)
