@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from tests.dashboards import __main__ as dashboards_check
 from tools.dashboards.alerts.rules import ALERTS, RUNBOOK
 from tools.dashboards.catalog import MetricInfo, catalog
 from tools.dashboards.files import BOARDS, FOLDER, ROOT, generated_files
@@ -110,3 +112,17 @@ def test_a_query_with_a_wrong_metric_or_label_is_found() -> None:
     assert names.groupings == {"model", "job"}
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
         names_of("sum by (model (up)")
+
+
+def test_without_prometheus_the_check_fails_and_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.dashboards.prometheus.shutil.which", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["dashboards"])
+    assert dashboards_check.main() == 1
+    *_, failure, _, sums = capsys.readouterr().out.splitlines()
+    assert failure.endswith(
+        "prometheus, promtool not found; as root:"
+        " apt-get install -y --no-install-recommends prometheus"
+    )
+    assert json.loads(sums)["failed"] == 1

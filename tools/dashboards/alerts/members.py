@@ -243,6 +243,28 @@ ALERTS = (
         ),
     ),
     Alert(
+        "SpansLost",
+        "sum by (instance, endpoint) (increase(kvmesh_spans_dropped_total[10m])) > 0",
+        "5m",
+        "ticket",
+        "{{ $labels.instance }} loses spans for {{ $labels.endpoint }}",
+        "The collector does not accept them, or is slower than the requests. Requests go on; traces"
+        " have gaps.",
+        ("Whether the collector runs, and accepts connections from this host.", "Its own log."),
+        ("Repair or enlarge the collector, or lower `--trace-sample-ratio`.",),
+        Example(
+            (
+                counter(
+                    "kvmesh_spans_dropped_total"
+                    '{instance="frontend-0", endpoint="http://collector:4317"}',
+                    0,
+                    50,
+                ),
+            ),
+            {"instance": "frontend-0", "endpoint": "http://collector:4317"},
+        ),
+    ),
+    Alert(
         "DescriptorsUsed",
         "max by (instance) (process_open_fds / process_max_fds) > 0.9",
         "1m",

@@ -143,6 +143,18 @@ PROCESS = (
         empty="only with --audit-log or --request-trace",
     ),
     Panel(
+        "Spans exported and lost",
+        "ops",
+        (
+            Query(total(rate(of_instance("kvmesh_spans_exported_total"))), "exported"),
+            Query(
+                total(rate(of_instance("kvmesh_spans_dropped_total")), "endpoint"), "{{endpoint}}"
+            ),
+        ),
+        "Of all services. Lost: the collector does not accept them.",
+        empty="only with --otlp-endpoint",
+    ),
+    Panel(
         "Child processes that end",
         "ops",
         (

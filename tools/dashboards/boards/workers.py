@@ -7,6 +7,7 @@ from tools.dashboards.queries import of_worker, rate, total
 
 _W = "kvmesh_worker"
 _TOKENS = f'{_W}_engine_total{{name=~"tokens|prompt_tokens|cached_tokens"}}'
+_POOL = '{model=~"$model", role=~"$role"}'
 _NAME = "{{role}} {{instance}} {{dp_rank}}"
 
 
@@ -32,6 +33,18 @@ LOAD = (
         "A second. 0 with requests: the engine hangs.",
     ),
     _value("Open requests", "open_requests", "Admitted and not ended."),
+    Panel(
+        "Workers, present and recommended",
+        "short",
+        tuple(
+            Query(f"max by (model, role) (kvmesh_router_{metric}{_POOL})", f"{{{{role}}}} {name}")
+            for metric, name in (
+                ("pool_workers", "present"),
+                ("recommended_workers", "recommended"),
+            )
+        ),
+        "Of all routers the greatest number. A gap that stays: nothing acts on the recommendation.",
+    ),
 )
 OUTCOMES = (
     Panel(
