@@ -7,9 +7,11 @@ import contextlib
 import math
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import Conflict
 from common.runtime.certificates import CertificateFiles
@@ -22,6 +24,10 @@ MESSAGE_BYTES_MAX: Final = 1 << 20
 MESSAGES_MAX: Final = 32
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 IDLE_CONNECTION_S: Final = 75
+# From the connection, or the first byte of a request, to the end of its headers.
+HEAD_TIMEOUT_S: Final = 10.0
+# Connections above viewers_max that receive 503; more are closed at once.
+REFUSED_MAX: Final = 64
 
 
 class ConsoleServer(uvicorn.Server):
@@ -34,12 +40,19 @@ class ConsoleServer(uvicorn.Server):
         viewers_max: int,
         drain_s: float,
         certificates: CertificateFiles | None = None,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         """certificates: for TLS; None: plain HTTP."""
         self._context = None if certificates is None else certificates.server_context()
         super().__init__(
             uvicorn.Config(
                 app,
+                # Any callable that makes a protocol.
+                http=partial(  # type: ignore[arg-type]
+                    _BoundedProtocol,
+                    connections_max=viewers_max + REFUSED_MAX,
+                    head_timeout_s=head_timeout_s,
+                ),
                 log_config=None,
                 access_log=False,
                 lifespan="on",
@@ -85,6 +98,48 @@ class ConsoleServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """One connection, which is closed if no request follows in time: without a session a client
+    must not keep descriptors that the console needs for the mesh."""
+
+    # Any: the parameters of uvicorn's class.
+    def __init__(
+        self, *args: Any, connections_max: int, head_timeout_s: float, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._connections_max = connections_max
+        self._head_timeout_s = head_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._connections_max:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._await_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._head_timeout_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from console_svc.access.login import Logins
 from console_svc.access.sessions import LONGEST_S
 
 BODY_BYTES_MAX: Final = 4096
+BODY_TIMEOUT_S: Final = 10.0
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -68,10 +70,14 @@ class LoginPages:
 
     async def _log_in(self, request: Request) -> Response:
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > BODY_BYTES_MAX:
-                return PlainTextResponse("the form is too large\n", 413)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > BODY_BYTES_MAX:
+                        return PlainTextResponse("the form is too large\n", 413)
+        except TimeoutError:
+            return PlainTextResponse("the form was not complete in time\n", 408)
         fields = parse_qs(body.decode("latin-1"))
         following = _local_path("".join(fields.get("next", [])[:1]))
         key = "".join(fields.get("key", [])[:1])
