@@ -22,6 +22,7 @@ from frontend_svc.edge.asgi import (
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.errors import error_event
 from frontend_svc.generation.form import ResponseForm
+from frontend_svc.generation.form_check import FormCheck
 from frontend_svc.generation.pass_through import merge_chunks, without_hits
 from frontend_svc.openai.output.extension import ResponseExtension
 from frontend_svc.openai.output.sse import DONE, KEEP_ALIVE, ChunkKind, event
@@ -31,15 +32,11 @@ from frontend_svc.request.types import RequestOutcome
 from frontend_svc.text.api_format import (
     ApiFormat,
     ChoiceRecorder,
-    ChoiceResult,
     ChoiceSink,
     RecordedFormat,
 )
 from frontend_svc.text.choice import Choice
 
-# Processor time of the check of a choice's form, and time to wait for it.
-FORM_CPU_S = 2.0
-FORM_WAIT_S = 10.0
 # Of a response that is behind, written before others are served: 1 to 2 ms of work.
 PART_TOKENS = 256
 
@@ -75,6 +72,7 @@ class ResponseWriter:
         form: ResponseForm | None = None,
     ) -> None:
         self._form = form
+        self._form_check = FormCheck(form)
         self._context = context
         self._choices = choices
         self._reader = choices[0].buffer.reader
@@ -181,12 +179,7 @@ class ResponseWriter:
             open_choice.is_checked = True
             choice = open_choice.choice
             raw = "" if choice.recorded is None else choice.recorded.text()
-            try:
-                async with asyncio.timeout(FORM_WAIT_S):
-                    problem = await asyncio.to_thread(_form_problem, self._form, result, raw)
-            except TimeoutError:  # the processor is busy; the engine has enforced the form
-                problem = ""
-            if problem:
+            if problem := await self._form_check.problem(result, raw):
                 text = f"invalid output of the engine: {problem}"
                 self._error = InternalError(text, reason=INVALID_OUTPUT)
                 self._has_invalid_output = True
@@ -264,12 +257,6 @@ class ResponseWriter:
         outcome = self._context.progress.outcome
         assert outcome is not None, "every choice has finished"
         return _permitted(self._context, outcome.usage)
-
-
-def _form_problem(form: ResponseForm, result: ChoiceResult, raw: str) -> str:
-    """Runs the check of a form for FORM_CPU_S of this thread at most."""
-    end_s = time.thread_time() + FORM_CPU_S
-    return form.problem(result, raw, lambda: time.thread_time() >= end_s)
 
 
 def _permitted(context: HttpRequest, usage: CompletionUsage) -> CompletionUsage:
