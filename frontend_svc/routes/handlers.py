@@ -80,6 +80,9 @@ class HealthHandlers:
     async def live(self, _: PlainRequest) -> PlainResponse:
         return _json_response({"status": "live"})
 
+    async def hello(self, _: PlainRequest) -> PlainResponse:
+        return _json_response({"message": "hello"})
+
 
 class ModelHandlers:
     """The models that can be served now."""

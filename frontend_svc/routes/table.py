@@ -319,6 +319,13 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         is_open=True,
         operation=Operation(summary="Reports that the process runs"),
     ),
+    RouteEntry(
+        method="GET",
+        path="/api/hello",
+        handler=_plain(lambda dependencies: dependencies.health.hello),
+        is_open=True,
+        operation=Operation(summary="Answers clients of Anthropic that test the connection"),
+    ),
     METRICS,
     RouteEntry(
         method="GET",

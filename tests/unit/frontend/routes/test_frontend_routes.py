@@ -101,6 +101,7 @@ async def request(path: str, method: str) -> httpx.Response:
         ("DELETE", "/v1/responses/r", "DELETE /v1/responses/{id} 'r'"),
         ("GET", "/v1/responses/r/input_items", "GET /v1/responses/{id}/input_items 'r'"),
         ("HEAD", "/live", "GET /live"),
+        ("HEAD", "/api/hello", "GET /api/hello"),
     ],
 )
 async def test_a_request_is_served_by_the_route_of_its_method_and_path(
