@@ -1,17 +1,18 @@
 """Groups of commands, and what is wrong with a command line as one text.
 
-It imports no other part of the project, so that `meshctl --help` is fast.
+It imports no module of the project that is slow to load, so that `meshctl --help` is fast.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 # Any: of click.
 from typing import Any
 
 import click
+
+from common.runtime.suggestion import suggest
 
 
 class UnusableSettings(click.UsageError):
@@ -56,7 +57,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
         if args[0] not in names and not ctx.resilient_parsing:
-            message = f"{args[0]!r}: no such command{_suggest(args[0], names)}"
+            message = f"{args[0]!r}: no such command{suggest(args[0], names)}"
             raise click.UsageError(message, ctx)
         return super().resolve_command(ctx, args)
 
@@ -80,7 +81,7 @@ def describe(error: click.ClickException) -> str:
             known = (
                 [] if ctx is None else [opt for p in ctx.command.get_params(ctx) for opt in p.opts]
             )
-            message = f"{name}: no such flag{_suggest(name, known)}"
+            message = f"{name}: no such flag{suggest(name, known)}"
         case click.BadOptionUsage(option_name=name):
             message = f"{name}: {error.message.removeprefix(f'Option {name!r} ')}"
         case click.MissingParameter(param=click.Parameter() as param):
@@ -99,8 +100,3 @@ def _name(param: click.Parameter) -> str:
         if isinstance(param, click.Option)
         else f"argument {param.human_readable_name}"
     )
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""

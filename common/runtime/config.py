@@ -13,7 +13,6 @@ An unknown name, a bad value or a missing value stops the start; `ConfigError` l
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import re
 import sys
@@ -48,9 +47,12 @@ from common.runtime.otlp import (
     parse_headers,
 )
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
+from common.runtime.suggestion import suggest
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "CONSOLE")
 PREFIX = "KVMESH_"
+# Of variables, in the order of `suggest`.
+_BEGINNINGS = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX)
 # Ends the names of the file of a secret.
 FILE_SUFFIX = "_file"
 # Variables of other standards, with the lowest precedence.
@@ -340,20 +342,6 @@ def settings_of(config: type[ServiceConfig], service: str | None) -> list[Config
     service: one of SERVICES; None for a tool. Raises TypeError for a field without a description.
     """
     return [ConfigSetting.of(config, name, service) for name in config.model_fields]
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` if one of the known names is similar, else ""."""
-    # Common beginnings are not a similarity.
-    beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
-    beginning = next(beginning for beginning in beginnings if name.startswith(beginning))
-    tails = {
-        known_name.removeprefix(beginning): known_name
-        for known_name in known
-        if known_name.startswith(beginning)
-    }
-    near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
-    return f"; did you mean {tails[near[0]]}?" if near else ""
 
 
 def _program(service: str | None) -> str:
@@ -653,7 +641,7 @@ def _read_environ(
         if is_url or (name not in known and _KUBERNETES_NAME.search(name)):
             injected.add(name)
         elif name not in known and not name.startswith(others):
-            problems.append(f"{name}: no such variable{suggest(name, known)}")
+            problems.append(f"{name}: no such variable{suggest(name, known, _BEGINNINGS)}")
     warnings += [f"{name} ignored: injected by Kubernetes" for name in sorted(injected)]
     for setting in settings:
         for name in setting.variables:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import click
 
 from common.errors import NotFound, Unavailable
-from common.runtime.config import suggest
+from common.runtime.suggestion import suggest
 from meshctl.options import LogConfig, MeshCommand, json_flag
 from meshctl.request_files import find_request, log_files, parse_line, read_lines, request_ids
 from meshctl.view.screen import describe_fields

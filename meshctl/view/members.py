@@ -8,7 +8,8 @@ from common.errors import NotFound, Unavailable
 from common.registry.instances import Instance, Snapshot
 from common.registry.open import describe_registry, open_registry
 from common.registry.registry import Registry
-from common.runtime.config import ServiceConfig, suggest
+from common.runtime.config import ServiceConfig
+from common.runtime.suggestion import suggest
 
 
 async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
