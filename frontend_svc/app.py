@@ -172,6 +172,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._rng,
             stalled_s=self._stalled_s,
             silent_s=self._engines.silent_s,
+            open_circuits=self._engines.exclusion_reasons,
             request_failed=self._engines.request_failed,
             worker_wait_s=self._config.worker_wait_s,
         )

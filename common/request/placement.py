@@ -15,6 +15,9 @@ from typing import Annotated, NamedTuple
 from common.request.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
 from common.request.preprocessed.codecs import LOCAL, U32, U64, BytesCodec
 
+# Of `Query.exclusion_reasons`.
+REASONS_MAX, REASON_CHARS_MAX = 64, 160
+
 
 class Placement(NamedTuple):
     """A worker and one of its data-parallel ranks. A tuple, because every path hashes it."""
@@ -49,7 +52,10 @@ class Query:
     """Cost settings for this request. None: the router's own."""
 
     excluded_worker_ids: frozenset[U64] = frozenset()
-    """Workers that failed this request before."""
+    """Workers that failed this request before, or have an open circuit."""
+
+    exclusion_reasons: tuple[str, ...] = ()
+    """Why, in ascending order of these ids; later ones may have none."""
 
     waited_ms: U32 = 0
     """Milliseconds since the request arrived at the frontend, set when the query is sent."""

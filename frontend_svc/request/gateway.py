@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 from common.errors import MeshError
@@ -29,6 +29,7 @@ class Gateway:
     stalled_s: seconds for which this process has stalled so far, see `StallClock`.
     silent_s: seconds since the last frame of a worker.
     request_failed: counts a failed request against a worker; second argument: its peers.
+    open_circuits: returns the workers with an open circuit, with the reason.
     rng: also makes span ids.
     worker_wait_s: how long a request waits while its model has no worker.
     successes: by model, the greatest success since it was taken.
@@ -44,6 +45,7 @@ class Gateway:
         stalled_s: Callable[[], float] = never_stalled,
         silent_s: Callable[[int], float] = lambda worker_id: math.inf,
         request_failed: Callable[[int, frozenset[int]], None] = lambda worker_id, peers: None,
+        open_circuits: Callable[[], Mapping[int, str]] = dict,
         migrations: MigrationLimiter[RequestHandle] | None = None,
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
@@ -54,6 +56,7 @@ class Gateway:
         self.stalled_s = stalled_s
         self.silent_s = silent_s
         self.request_failed = request_failed
+        self.open_circuits = open_circuits
         self.retries = RetryBudget()
         self.migrations = MigrationLimiter[RequestHandle]() if migrations is None else migrations
         self.worker_waits = WorkerWaits(self.pool)

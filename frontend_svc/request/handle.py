@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -44,6 +44,8 @@ class SharedParts(Protocol):
     def request_failed(self, worker_id: int, peers: frozenset[int], /) -> None: ...
 
     def silent_s(self, worker_id: int, /) -> float: ...
+
+    def open_circuits(self) -> Mapping[int, str]: ...
 
     def closed(self, handle: RequestHandle, model: str, outcome: RequestOutcome) -> None: ...
 
@@ -113,7 +115,7 @@ class RequestHandle:
         self._append_generated_to_query()
         placement = self._placement
         if excluded:
-            placement = placement.excluding(excluded)
+            placement = placement.excluding(excluded, self._gateway.open_circuits())
         reply = partial(self._on_decision, attempt)
         self._gateway.router.place(self._key(attempt), placement, reply)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from common.errors import MeshError
 from common.kv.hashing import ChainState, PrefixHasher, hashes_to_bytes
-from common.request.placement import Decision, Query
+from common.request.placement import REASON_CHARS_MAX, REASONS_MAX, Decision, Query
 from common.request.preprocessed import TokenIds
 
 # The router's error reason for an adapter that no worker has.
@@ -55,9 +55,19 @@ class PlacementRequest:
         )
         return replace(self, query=longer, chain=chain)
 
-    def excluding(self, worker_ids: frozenset[int]) -> PlacementRequest:
-        """Returns the request for an attempt that avoids these workers."""
-        return replace(self, query=replace(self.query, excluded_worker_ids=worker_ids))
+    def excluding(
+        self, worker_ids: frozenset[int], open_circuits: Mapping[int, str]
+    ) -> PlacementRequest:
+        """Returns the request for an attempt that avoids these workers. open_circuits: by worker,
+        the reason."""
+        reasons = tuple(
+            f"its circuit is open: {open_circuits[worker_id]}"[:REASON_CHARS_MAX]
+            if worker_id in open_circuits
+            else "it failed this request"
+            for worker_id in sorted(worker_ids)[:REASONS_MAX]
+        )
+        query = replace(self.query, excluded_worker_ids=worker_ids, exclusion_reasons=reasons)
+        return replace(self, query=query)
 
 
 def next_hashes(

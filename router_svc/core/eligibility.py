@@ -8,14 +8,14 @@ request, and if no other worker may serve one, the request is rejected with a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.registry.instances import Instance
-from common.request.placement import Placement, Query
+from common.request.placement import REASON_CHARS_MAX, Placement, Query
 from common.request.preprocessed import RoutingHints
 from router_svc.core.candidate import AffinityConstraint, Candidate, Candidates, Leg, LoadTotals
 from router_svc.core.fleet import GONE_MODEL_TTL_S, drop_gone
@@ -41,11 +41,13 @@ class Excluded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _CandidateFilter:
-    """error_if_empty: the error if no candidate passes; None: a preference, then ignored."""
+    """error_if_empty: the error if no candidate passes; None: a preference, then ignored.
+    by_worker: reasons of single workers, in place of `reason`."""
 
     accepts: Callable[[Candidate], bool]
     reason: str
     error_if_empty: Callable[[], MeshError] | None = None
+    by_worker: Mapping[int, str] = field(default_factory=dict)
 
 
 def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
@@ -91,8 +93,11 @@ def eligible(
                 continue
             raise candidate_filter.error_if_empty()
         if len(kept) < len(candidates):
+            reason, by_worker = candidate_filter.reason, candidate_filter.by_worker
             rejected = (c for c in candidates if not candidate_filter.accepts(c))
-            excluded += [Excluded(c, candidate_filter.reason) for c in rejected]
+            excluded += [
+                Excluded(c, by_worker.get(c.placement.worker_id, reason)) for c in rejected
+            ]
         candidates = kept
     return candidates, excluded
 
@@ -125,6 +130,8 @@ def _candidate_filters(
             adapter_filter = _adapter_filter(query.model, routing.lora_name, leg, residency)
             (requirements if residency == "required" else preferences).append(adapter_filter)
     if failed_worker_ids := query.excluded_worker_ids:
+        # An earlier version sends no reasons; later ones are not for each.
+        reasons = zip(sorted(failed_worker_ids), query.exclusion_reasons, strict=False)
         requirements.append(
             _CandidateFilter(
                 lambda c: c.placement.worker_id not in failed_worker_ids,
@@ -132,6 +139,10 @@ def _candidate_filters(
                 lambda: _no_worker_error(
                     query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"
                 ),
+                {
+                    worker_id: f"excluded by the frontend: {reason[:REASON_CHARS_MAX]}"
+                    for worker_id, reason in reasons
+                },
             )
         )
     if affinity_constraint is not None:

@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from common.inspection.members import FAILING
+from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from meshctl.commands.status import Row, gather
 from tests.chaos.client import body_of
 from tests.e2e.failing_engine import POISON
@@ -124,6 +126,19 @@ async def status_of(folder: Path, worker: Service) -> Row:
     return row
 
 
+async def reason_of_exclusion(mesh: Mesh, worker: Service) -> str:
+    """Why a request is not placed on a worker, as its router explains it."""
+    await asyncio.to_thread(mesh.post_completion, "explained", "Why not there?")
+    request = router_pb2.ExplainRequest(request_id=mesh.request_line("explained")["request_id"])
+    (router,) = mesh.running("router")
+    async with rpc.channel(router.address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        response: router_pb2.ExplainResponse
+        response = await rpc.unary(stub.Explain, request, timeout_s=WAIT_S)
+    rows = [row for row in response.candidates if row.worker.worker_id == worker.instance_id]
+    return rows[0].excluded_reason
+
+
 @pytest.mark.parametrize(
     "failure", ["raise", "raise at requests", "raise midway", "chunk after the end"]
 )
@@ -144,6 +159,8 @@ async def test_clients_notice_little_of_a_failing_engine(
 
             await until(is_failing, "its own probe fails")
             assert "CUDA error" in (await status_of(tmp_path, worker)).failure
+            reason = await reason_of_exclusion(mesh, worker)
+            assert reason.startswith("excluded by the frontend: its circuit is open: it")
         await until(lambda: load.results[-1][0] >= failed_at + LOAD_S, "the load has run")
         set_mode("")
         well_at = time.monotonic()

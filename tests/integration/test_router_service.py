@@ -30,7 +30,7 @@ from common.errors import (
 )
 from common.registry.instances import Snapshot
 from common.registry.registry import MemoryRegistry, Watch
-from common.request.placement import Placement, Query
+from common.request.placement import REASON_CHARS_MAX, Placement, Query
 from common.rpc import channel as rpc
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
@@ -392,8 +392,15 @@ async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: L
         kept, out = before.candidates
         assert kept.HasField("cost")
         assert not out.HasField("cost")
-        assert out.excluded_reason
+        assert out.excluded_reason.startswith(
+            "excluded by the frontend: it failed this request, or"
+        )
         assert out.load.active_requests == 1
+        query.exclusion_reasons.append("its circuit is open: " + "x" * 1000)
+        named = (await mesh.unary("Explain", pb.ExplainRequest(query=query))).candidates[1]
+        reason = named.excluded_reason.removeprefix("excluded by the frontend: ")
+        assert reason.startswith("its circuit is open: x")
+        assert len(reason) == REASON_CHARS_MAX
     with pytest.raises(NotFound) as unknown:
         await mesh.unary("Explain", pb.ExplainRequest(request_id="r404"))
     for part in ("'r404'", "the last 4096", "the id of its response", "request_id"):

@@ -378,6 +378,7 @@ class Query(_message.Message):
     STRICT_PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    EXCLUSION_REASONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name of the client. Never empty."""
     total_tokens: _builtins.int
@@ -422,6 +423,12 @@ class Query(_message.Message):
     def excluded_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Workers that failed this request before, or have an open circuit at the frontend."""
 
+    @_builtins.property
+    def exclusion_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why workers are excluded, for Explain: in ascending order of excluded_worker_ids, at most 64 of
+        160 characters. Later ones, and those of earlier versions, have none.
+        """
+
     def __init__(
         self,
         *,
@@ -439,10 +446,11 @@ class Query(_message.Message):
         strict_priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         tenant_weight: _builtins.float = ...,
+        exclusion_reasons: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ FULL_QUERY = Query(
     ),
     config_override=RouterConfigOverride(router_temperature=0.5, assume_kv_reuse=True),
     excluded_worker_ids=frozenset({5}),
+    exclusion_reasons=("it failed this request",),
     waited_ms=12,
     expected_output_tokens=200,
     strict_priority=2,
@@ -79,7 +81,7 @@ FULL_DECISION = Decision(
 BYTES = (
     (QUERY, "0a016d1081081a8004" + HASHES.hex() + "20012810500c6a017471000000000000f03f"),
     (
-        FULL_QUERY,
+        replace(FULL_QUERY, exclusion_reasons=()),
         "0a016d1081081a8004" + HASHES.hex() + "200128103a3f180720013a016141000000000000f83f48fdff"
         "ffffffffffffff0152050a030102035a110a0178120c0a017911000000000000e03f62050a017310016a017a"
         "420b21000000000000e03f28014a0105500c58c80160026a0174710000000000000440",
@@ -126,6 +128,7 @@ def test_each_field_of_a_query_is_the_field_of_the_proto() -> None:
     assert message.routing.decode_worker_id == 7
     assert message.config_override.router_temperature == 0.5
     assert list(message.excluded_worker_ids) == [5]
+    assert list(message.exclusion_reasons) == ["it failed this request"]
     assert message.waited_ms == query.waited_ms
     assert message.expected_output_tokens == query.expected_output_tokens
     assert message.strict_priority == query.strict_priority

@@ -344,6 +344,7 @@ def test_a_busy_worker_is_tried_again_if_the_others_have_an_open_circuit() -> No
         engines = _NoneAvailable()
         engines.available = frozenset({DEAD})
         gateway, router = mesh(engines)
+        gateway.open_circuits = lambda: {ALIVE: "it hangs"}
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         gateway.open(
             RequestPlan("0", request, deadline=100.0), placement_request(MODEL, 3, 0.0), Client()
@@ -352,6 +353,8 @@ def test_a_busy_worker_is_tried_again_if_the_others_have_an_open_circuit() -> No
         (sink,) = engines.lost_sinks
         sink.rejected(Overloaded(1.0))
         await run_loop()
-        assert router.queries[-1][1].query.excluded_worker_ids == {ALIVE}
+        query = router.queries[-1][1].query
+        assert query.excluded_worker_ids == {ALIVE}
+        assert query.exclusion_reasons == ("its circuit is open: it hangs",)
 
     run_virtually(main(), until=50.0)
