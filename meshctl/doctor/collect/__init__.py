@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common.errors import Conflict, MeshError
-from common.registry.instances import HEALTH_META_KEY, Instance
+from common.registry.instances import HEALTH_META_KEY, METRICS_META_KEY, Instance
 from common.rpc import channel as rpc
 from common.runtime.config import PREFIX, ServiceConfig
 from meshctl.doctor.collect.certificates import read_certificates, read_presented
@@ -179,5 +180,8 @@ def _advertised_ports(instance: Instance) -> list[int]:
     """Returns the ports that a member advertises, if it is on this host."""
     addresses = [instance.address, instance.http_address, instance.stream_address]
     addresses.append(instance.meta.get(HEALTH_META_KEY, ""))
+    addresses.append(urlsplit(instance.meta.get(METRICS_META_KEY, "")).netloc)
+    if instance.bootstrap_port is not None:
+        addresses.append(f"{instance.bootstrap_host}:{instance.bootstrap_port}")
     pairs = [address.rpartition(":") for address in addresses if address]
-    return [int(port) for host, _, port in pairs if is_local(host)]
+    return [int(port) for host, _, port in pairs if port.isdecimal() and is_local(host)]

@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from common.registry.file import FileRegistry
-from common.registry.instances import Instance
+from common.registry.instances import METRICS_META_KEY, Instance
 from common.runtime.config import ServiceConfig
+from meshctl.doctor.checks.host import check_ports
+from meshctl.doctor.collect import collect
 from meshctl.doctor.collect.certificates import read_certificates
 from meshctl.doctor.collect.frontends import read_frontend
 from meshctl.doctor.collect.host import is_local, read_folder, read_secret_file
@@ -28,6 +30,7 @@ from meshctl.doctor.collect.processes import (
 )
 from meshctl.doctor.collect.registry import read_registry
 from meshctl.doctor.collect.settings import (
+    Planned,
     Settings,
     fixed_ports,
     of_environment,
@@ -35,7 +38,7 @@ from meshctl.doctor.collect.settings import (
     secret_files,
 )
 from meshctl.doctor.collect.supervisor import read_supervisor
-from meshctl.doctor.facts import ServiceFacts, SupervisorFacts
+from meshctl.doctor.facts import Limits, ServiceFacts, SupervisorFacts
 from meshctl.process.control import ControlRequest, control_server
 from tests.kit.waiting import WAIT_S, wait_for
 
@@ -136,6 +139,26 @@ async def test_of_two_live_instances_with_one_name_the_newer_one_is_the_member(
     assert [instance.id for instance in members] == [2]
     assert [instance.id for instance in facts.superseded] == [1]
     assert (facts.foreign, facts.orphans, facts.unreadable) == ((), (), ())
+
+
+async def test_a_metrics_port_that_a_member_advertises_is_of_the_mesh(tmp_path: Path) -> None:
+    """The process of a member of another user is not known: its address has no listener here."""
+    registry = FileRegistry(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as metrics:
+        port = metrics.getsockname()[1]
+        meta = {METRICS_META_KEY: f"http://127.0.0.1:{port}/metrics"}
+        try:
+            await registry.register(
+                Instance(1, "default", "router", "name", "127.0.0.1:1", meta=meta)
+            )
+            config = ServiceConfig(registry_path=tmp_path)
+            environ = {"KVMESH_ROUTER_METRICS_PORT": str(port)}
+            limits = Limits(answer_s=0.2)
+            facts = await collect(config, environ, limits, tmp_path / "logs", Planned())
+        finally:
+            await registry.close()
+    assert [(found.port, found.is_of_mesh) for found in facts.ports] == [(port, True)]
+    assert list(check_ports(facts)) == []
 
 
 def test_a_folder_that_does_not_exist_yet_counts_as_the_one_above_it(tmp_path: Path) -> None:
