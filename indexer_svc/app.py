@@ -24,6 +24,8 @@ from kvmesh.indexer.v1 import indexer_pb2_grpc
 MB = 1_000_000
 # Without a publisher, an indexer is SERVING after this time: there may be no workers.
 FIRST_PUBLISHER_S = 1.0
+# Events of a worker are being received if the last one is younger.
+PROGRESS_S = 1.0
 
 
 class IndexerApp(ServiceApp[IndexerConfig]):
@@ -43,6 +45,7 @@ class IndexerApp(ServiceApp[IndexerConfig]):
             "indexer", config, instance_id=instance_id, member_key=member_key, registry=registry
         )
         self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
+        self._clock = clock
         self.metrics = Metrics(self.ingest)
         self.presence = WorkerPresence(self._registry, config.namespace, clock)
         self._service = IndexerService(
@@ -82,6 +85,11 @@ class IndexerApp(ServiceApp[IndexerConfig]):
         if states and all(state in ("exact", "degraded") for state in states):
             return ""
         return "its KV events are not in this index"
+
+    def _is_in_progress(self, peer: Instance) -> bool:
+        """Returns whether the events of a worker are being received."""
+        feed, since = self.ingest.feed, self._clock() - PROGRESS_S
+        return any(feed.last_progress_at(source) > since for source in feed.sources_of(peer.id))
 
     async def _serve_when_published(self, lifecycle: Lifecycle) -> None:
         with contextlib.suppress(TimeoutError):

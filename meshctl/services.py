@@ -196,6 +196,9 @@ def _build_spec(
         _add_collector(variables, service_prefix(kind), options)
     role = kind
     if group is not None:
+    if mesh.require:
+        common += ["--required-roles", ",".join(mesh.require)]
+    variables.origins["--required-roles"] = ("require",)
         role = f"{group.role} worker of {group.model}"
         at: KeyPath = ("workers", number)
         variables.origins |= {

@@ -182,6 +182,10 @@ class IndexFeed:
     def last_received_at(self, source: Source) -> float:
         return self._entries[source].last_received_at
 
+    def last_progress_at(self, source: Source) -> float:
+        """Returns when the last batch or part of a snapshot was taken; 0: never."""
+        return self._entries[source].last_progress_at
+
     def is_matchable(self, source: Source) -> bool:
         return self._entries[source].advertised.is_visible
 

@@ -281,6 +281,11 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
     )
 
 
+def role_of(instance: Instance) -> str:
+    """Returns the role of a worker, and of another member its service."""
+    return instance.role if instance.service == "worker" else instance.service
+
+
 def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
     """Returns `instances` (oldest registration first) without superseded incarnations.
 

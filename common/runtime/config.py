@@ -117,6 +117,8 @@ OtlpUrls = Annotated[
     AfterValidator(check_endpoints),
 ]
 OtlpHeaders = Annotated[tuple[Header, ...], BeforeValidator(parse_headers)]
+Descriptors = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_split)]  # From text: 3,4,...
+MemberRole = Literal["frontend", "router", "indexer", "aggregated", "prefill", "decode"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -222,6 +224,9 @@ class ServiceConfig(BaseModel):
     routable_limit_s: NonNegativeFloat = 10.0
     """Seconds after which a peer that does not respond counts as given up: this process is routable
     without it, and ends without it."""
+    required_roles: Annotated[tuple[MemberRole, ...], BeforeValidator(_split)] = ()
+    """Roles of which a member must be live before peers send work to this process: frontend,
+    router, indexer, aggregated, prefill, decode. Others may have no member."""
     ready_fd: NonNegativeInt | None = None
     """File descriptor that receives one JSON line when ready or when the start has failed. Set by
     launchers."""

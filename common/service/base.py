@@ -200,6 +200,7 @@ class ServiceApp(Generic[ConfigT]):
             self._is_in_progress,
             lifecycle,
             limit_s=self._config.routable_limit_s,
+            required=self._config.required_roles,
         )
         servicer = MemberServicer(self._reason_against, lambda: self.routable)
         member_pb2_grpc.add_MemberServiceServicer_to_server(servicer, self._server)

@@ -122,7 +122,7 @@ def _peer_fields(peer: WaitingPeer) -> dict[str, str | None]:
     return {
         "service": peer.service,
         "name": peer.stable_name or None,
-        "id": str(peer.instance_id),
+        "id": str(peer.instance_id) if peer.instance_id else None,
         "reason": peer.reason,
     }
 

@@ -42,7 +42,6 @@ from meshctl.commands.mesh_options import (
     report_problems,
 )
 from meshctl.mesh_file.document import MeshFileError
-from meshctl.mesh_file.load import read_mesh_file
 from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
 from meshctl.process.control import control_server
@@ -124,9 +123,6 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
         options = options.model_copy(update={"console_otlp_port": free_ports(1)})
     try:
         specs = read_specs(options, environ)
-        required: Sequence[str] = ()
-        if options.file is not None:
-            required = read_mesh_file(options.file, environ).mesh.require
     except MeshFileError as error:
         report_problems(error)
         return EXIT_NOT_STARTED
@@ -156,7 +152,7 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
                 check_port("127.0.0.1", options.console_port, "--console-port")
                 check_port("127.0.0.1", options.console_otlp_port, "--console-otlp-port")
             launcher = ProcessLauncher(options.log_dir, environ, options.pass_environ, frontends)
-            command = _UpCommand(options, environ, launcher, screen, specs, required, frontends)
+            command = _UpCommand(options, environ, launcher, screen, specs, frontends)
             return asyncio.run(command.run())
     except (CannotStart, CannotListen) as error:
         screen.print_error(f"{error}; nothing was started")
@@ -220,8 +216,6 @@ class _UpCommand:
     launcher: ProcessLauncher
     screen: Screen
     specs: Sequence[ServiceSpec]
-    # Roles without which no member is routable.
-    required: Sequence[str]
     frontends: Listeners
     session_status: int = 0
     kill_signal: int | None = None
@@ -349,7 +343,7 @@ class _UpCommand:
             rotate_log=self.launcher.rotate_log,
             restore_log=self.launcher.restore_log,
             last_log_line=self._last_log_line,
-            find_missing=partial(find_missing, supervisor, security, self.required),
+            find_missing=partial(find_missing, security),
             stop_listening=self.frontends.close,
             environ=self.environ,
             routable_s=self.options.ready_s,

@@ -22,11 +22,11 @@ from pydantic import (
 
 from common.errors import InvalidRequest
 from common.namespace import check_namespace
-from common.runtime.config import Port, suggest
+from common.runtime.config import MemberRole, Port
+from common.runtime.suggestion import suggest
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError
 
 WorkerRole = Literal["aggregated", "prefill", "decode"]
-RequiredRole = Literal["frontend", "router", "indexer", "aggregated", "prefill", "decode"]
 NAME_PATTERN = r"^[a-z][a-z0-9-]{0,30}$"
 
 
@@ -175,8 +175,8 @@ class MeshFile(_Section):
     indexers: IndexerSection = IndexerSection()
     consoles: ConsoleSection = ConsoleSection()
     workers: tuple[WorkerGroup, ...] = ()
-    require: tuple[RequiredRole, ...] = ()
-    """Roles without which no member is ready."""
+    require: tuple[MemberRole, ...] = ()
+    """Roles without a live member of which no member is routable."""
     adapters: tuple[Adapter, ...] = ()
     """Loaded by all workers of their model."""
 

@@ -18,6 +18,7 @@ _OWN: Final[Mapping[str, str]] = {
     "otlp_port": "consoles.otlp_port",
     **{name: f"workers[].{name}" for name in ("engine", "role", "model_path", "engine_args")},
     "model_name": "workers[].model",
+    "required_roles": "require",
     **dict.fromkeys(("stable_name", "notice_s", "ready_fd", "http_fd"), ""),
 }
 # Ports of which each process on a host needs its own.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import MeshError
 from common.rpc import channel as rpc
 from common.service.routable.service import read_routable
-from meshctl.process.supervise import Child, State, Supervisor
+from meshctl.process.supervise import Child
 
 TIMEOUT_S = 5.0
 
@@ -22,21 +21,12 @@ class Waiting:
     given_up: str = ""
 
 
-async def find_missing(
-    supervisor: Supervisor, security: rpc.Security, required: Sequence[str], child: Child
-) -> Waiting:
-    """Returns what a ready member waits for.
-
-    required: roles of which a member must be live.
-    """
+async def find_missing(security: rpc.Security, child: Child) -> Waiting:
+    """Returns what a ready member waits for."""
     if child.line is None:
         return Waiting("it is not ready")
     if child.spec.is_observer:
         return Waiting()
-    for role in required:
-        members = [c for c in supervisor.children if c.spec.role.partition(" ")[0] == role]
-        if not any(member.state is State.READY for member in members):
-            return Waiting(f"there is no live {role}, which the mesh file requires")
     address = child.line.addresses["grpc"]
     try:
         async with rpc.channel(address, role=child.line.name, security=security) as channel:

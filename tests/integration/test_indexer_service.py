@@ -9,6 +9,7 @@ import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,7 +47,7 @@ from common.wire.kv import (
     partition_to_proto,
     source_state_to_proto,
 )
-from indexer_svc.app import IndexerApp
+from indexer_svc.app import PROGRESS_S, IndexerApp
 from indexer_svc.config import IndexerConfig
 from indexer_svc.ingest import GONE_GRACE_S
 from indexer_svc.service import SERVICE_NAME
@@ -297,6 +298,37 @@ async def following(replica: Replica, mesh: Mesh) -> AsyncIterator[Replica]:
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+# Routable.
+
+
+@pytest.mark.slow
+async def test_an_indexer_waits_for_a_worker_as_long_as_its_events_arrive() -> None:
+    registry = MemoryRegistry(MemoryStore())
+    worker = Instance(7, NS, "worker", "", "127.0.0.1:1", model="m", block_size=16)
+    await registry.register(replace(worker, kv_index="events"))
+    limit_s = 1.0
+    async with (
+        running(registry, routable_limit_s=limit_s) as mesh,
+        Publisher(7).connected(mesh) as publisher,
+    ):
+        publisher.is_mute = True
+        publisher.store(1, lose=True)
+        publisher.store(2)
+        await until(lambda: publisher.resends, "the indexer requests what is missing")
+        for part in range(5):
+            chunk = pb.SnapshotChunk(epoch=1, sequence=2, first=not part)
+            chunk.source.worker_id = 7
+            chunk.prefix_hashes = wire([part + 1])
+            mesh.clock.now += PROGRESS_S
+            publisher.send(snapshot=chunk)
+            # Sleep: the parts of a large snapshot take longer than the limit.
+            await asyncio.sleep(0.3 * limit_s)
+            assert not mesh.app.routable.is_routable
+        mesh.clock.now += 2 * PROGRESS_S
+        await until(lambda: mesh.app.routable.is_routable, "it waits for the rest in vain")
+        assert [peer.instance_id for peer in mesh.app.routable.given_up] == [7]
 
 
 # Publishing.

@@ -119,6 +119,20 @@ async def test_a_worker_is_routable_once_its_peer_acknowledges_it() -> None:
     assert event["given_up"] == []
 
 
+async def test_a_worker_waits_for_a_live_member_of_a_required_role() -> None:
+    store, fake = MemoryStore(), FakePeer()
+    fake.reasons[False] = ""
+    async with worker(store, required_roles=("frontend",), routable_limit_s=0.1) as app:
+        # Sleep: a role has no limit, unlike a peer.
+        await asyncio.sleep(0.3)
+        assert not await health(app)
+        assert [str(absent) for absent in (await read(app)).missing] == [
+            "frontend: no live member has this role, which --required-roles names"
+        ]
+        async with peer(store, fake.reason_against):
+            await until(lambda: health(app), "the worker is routable")
+
+
 async def test_a_peer_without_the_service_counts_as_acknowledged() -> None:
     store = MemoryStore()
     async with peer(store, None), worker(store) as app:

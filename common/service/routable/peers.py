@@ -2,7 +2,8 @@
 
 A member waits for an acknowledgement of each live peer that sends it work, and for each peer that
 it needs itself (`waits_for`, by the state of the member). A peer that has not responded for the
-limit is given up: the member does not wait for it, and still names it.
+limit is given up: the member does not wait for it, and still names it. Without a limit, a member
+waits until the registry shows it, and a live member of each required role.
 
 Invariants: a peer is waited for, given up or acknowledged; an acknowledged peer stays so; peers
 that have left are none of them; a member that is routable stays so, and takes no new peers.
@@ -10,11 +11,11 @@ that have left are none of them; a member that is routable stays so, and takes n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.registry.instances import Instance, Service, Snapshot
+from common.registry.instances import Instance, Service, Snapshot, role_of
 
 # The services that send work to a member, by its own.
 SENDERS: Final[Mapping[Service, tuple[Service, ...]]] = {
@@ -24,22 +25,30 @@ SENDERS: Final[Mapping[Service, tuple[Service, ...]]] = {
     "worker": ("frontend", "router"),
 }
 _NO_RESPONSE = "it has not responded yet"
+# Without the first, peers that join now would not be waited for.
+_NOT_SHOWN = "the registry does not show it yet"
+_NO_MEMBER = "no live member has this role, which --required-roles names"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPeer:
-    """A peer that has not acknowledged a member."""
+    """A peer that has not acknowledged a member, or a required role without a live member."""
 
     instance_id: int
+    """0: of a role."""
+
     stable_name: str
     """"": it has none."""
 
     service: str
+    """Or the role."""
+
     reason: str
     """Why it has not acknowledged."""
 
     def __str__(self) -> str:
-        return f"{self.service} {self.stable_name or self.instance_id}: {self.reason}"
+        name = self.stable_name or str(self.instance_id or "")
+        return f"{f'{self.service} {name}'.rstrip()}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +83,19 @@ class _Peer:
 class Peers:
     """The peers of one member while it joins, or while it leaves. All times are seconds."""
 
-    def __init__(self, member: Instance, limit_s: float, *, is_leaving: bool) -> None:
+    def __init__(
+        self,
+        member: Instance,
+        limit_s: float,
+        *,
+        is_leaving: bool,
+        required: Sequence[str] = (),
+    ) -> None:
         """Begins without peers.
 
         member: the instance that waits.
         limit_s: silence after which a peer is given up.
+        required: roles of which a member must be live (see `role_of`).
         """
         self.is_leaving = is_leaving
         self.is_done = False
@@ -86,6 +103,10 @@ class Peers:
         self._limit_s = limit_s
         self._waiting: dict[int, _Peer] = {}
         self._acknowledged: set[int] = set()
+        self._required = required
+        # What is missing without being a peer; the member itself while the registry does not show
+        # it.
+        self._absent: tuple[WaitingPeer, ...] = ()
 
     def follow(
         self, snapshot: Snapshot, waits_for: Callable[[Instance], bool], now: float
@@ -100,6 +121,7 @@ class Peers:
         self._acknowledged &= present.keys()
         if self.is_done:
             return ()
+        self._absent = () if self.is_leaving else tuple(self._find_absent(snapshot))
         senders = SENDERS[self._member.service]
         new_senders = []
         for instance in present.values():
@@ -161,13 +183,25 @@ class Peers:
         return Routable(
             is_routable=self.is_done and not self.is_leaving,
             is_leaving=self.is_leaving,
-            missing=tuple(peer.describe() for peer in peers if not peer.is_given_up),
+            missing=(
+                *self._absent,
+                *(peer.describe() for peer in peers if not peer.is_given_up),
+            ),
             given_up=tuple(peer.describe() for peer in peers if peer.is_given_up),
         )
+
+    def _find_absent(self, snapshot: Snapshot) -> Iterator[WaitingPeer]:
+        member, present = self._member, snapshot.instances.values()
+        if all(instance.id != member.id for instance in present):
+            yield WaitingPeer(member.id, member.stable_name, member.service, _NOT_SHOWN)
+        roles = {role_of(instance) for instance in present}
+        for role in self._required:
+            if role not in roles:
+                yield WaitingPeer(0, "", role, _NO_MEMBER)
 
     def _left_s(self, peer: _Peer, now: float) -> float:
         return peer.responded_at + self._limit_s - now
 
     def _update(self) -> None:
-        if all(peer.is_given_up for peer in self._waiting.values()):
+        if not self._absent and all(peer.is_given_up for peer in self._waiting.values()):
             self.is_done = True

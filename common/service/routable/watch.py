@@ -55,6 +55,7 @@ class RoutableWatch:
         lifecycle: Lifecycle,
         *,
         limit_s: float,
+        required: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins as not routable.
@@ -63,7 +64,9 @@ class RoutableWatch:
         is_in_progress: of its own needs; counts as a response.
         lifecycle: owns the tasks; its health is SERVING when the process is routable.
         limit_s: silence after which a peer is given up.
+        required: see `Peers`.
         """
+        self._required = required
         self._registry = registry
         self._security = security
         self._own_need = own_need
@@ -88,7 +91,8 @@ class RoutableWatch:
         """Begins to wait for the peers of this process, which is registered; it is routable at
         once if there are none."""
         self._member, self._joined_at = member, self._clock()
-        peers = self._peers = Peers(member, self._limit_s, is_leaving=False)
+        peers = Peers(member, self._limit_s, is_leaving=False, required=self._required)
+        self._peers = peers
         snapshot = await self._registry.snapshot(member.namespace)
         senders: tuple[Instance, ...] = ()
         if snapshot.revision:

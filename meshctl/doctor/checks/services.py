@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.registry.instances import role_of
 from meshctl.doctor.facts import Facts
 from meshctl.doctor.findings import Finding, Subject
 from meshctl.doctor.rules import finding
@@ -36,8 +37,7 @@ def check_expected(facts: Facts) -> Iterator[Finding]:
         if facts.members and name not in present and name not in known:
             text = "the mesh file names it, and it is not registered"
             yield finding("member_missing", Subject("service", name), text, name=name)
-    roles: set[str] = {member.instance.service for member in facts.members}
-    roles |= {member.instance.role for member in facts.of("worker")}
+    roles = {role_of(member.instance) for member in facts.members}
     for role in facts.required if facts.members else ():
         if role not in roles:
             text = f"the mesh file requires the role {role}, and no member has it"

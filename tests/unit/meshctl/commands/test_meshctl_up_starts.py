@@ -40,7 +40,7 @@ async def test_a_slow_successor_beside_the_old_process_is_not_killed_while_its_l
     screen = Screen(
         io.StringIO(), io.StringIO(), colour=False, clock=lambda: 0.0, tail=logs.tail, log=Path
     )
-    up = _UpCommand(UpOptions(), {}, logs, screen, [spec("a")], (), Listeners("", {}))
+    up = _UpCommand(UpOptions(), {}, logs, screen, [spec("a")], Listeners("", {}))
     loop = asyncio.get_running_loop()
     async with running(world, spec("a"), start_s=START_S) as supervisor:
         watch = asyncio.ensure_future(up._watch_slow_starts(supervisor))

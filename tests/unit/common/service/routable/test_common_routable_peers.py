@@ -83,6 +83,36 @@ def test_a_service_without_a_live_member_counts_as_acknowledged() -> None:
     assert is_routable(peers)
 
 
+def test_a_required_role_without_a_live_member_is_waited_for_and_named() -> None:
+    peers = Peers(WORKER, LIMIT_S, is_leaving=False, required=("frontend", "aggregated", "decode"))
+    peers.follow(snapshot_of(WORKER), needs_nothing, 0.0)
+    assert not is_routable(peers)
+    assert [str(peer) for peer in peers.state.missing] == [
+        f"{role}: no live member has this role, which --required-roles names"
+        for role in ("frontend", "decode")
+    ]
+    decode = replace(member(5, "worker"), role="decode")
+    assert peers.follow(snapshot_of(WORKER, decode, FRONTEND), needs_nothing, 100.0) == (FRONTEND,)
+    assert missing(peers).keys() == {FRONTEND.id}
+    peers.responded(FRONTEND.id, "", 101.0)
+    assert is_routable(peers)
+    # Once routable, it stays so.
+    peers.follow(snapshot_of(WORKER), needs_nothing, 102.0)
+    assert is_routable(peers)
+
+
+def test_a_member_that_the_registry_does_not_show_yet_waits_and_names_itself() -> None:
+    peers = joining()
+    peers.follow(snapshot_of(ROUTER), needs_nothing, 0.0)
+    peers.responded(ROUTER.id, "", 0.0)
+    assert not is_routable(peers)
+    assert missing(peers) == {WORKER.id: "the registry does not show it yet"}
+    # A frontend that became visible before it is waited for.
+    assert peers.follow(ALL, needs_nothing, 30.0) == (FRONTEND,)
+    peers.responded(FRONTEND.id, "", 30.0)
+    assert is_routable(peers)
+
+
 def test_a_peer_that_leaves_is_not_waited_for() -> None:
     peers = joining()
     peers.follow(ALL, needs_nothing, 0.0)
