@@ -172,8 +172,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._rng,
             stalled_s=self._stalled_s,
             silent_s=self._engines.silent_s,
-            open_circuits=self._engines.exclusion_reasons,
             request_failed=self._engines.request_failed,
+            open_circuits=self._engines.exclusion_reasons,
             worker_wait_s=self._config.worker_wait_s,
         )
 
@@ -200,11 +200,11 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             service = ResponseStoreService(self._stored_responses)
             frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
         is_shared = self._siblings is not None
-        if config.http_fd is None:
-            listen_socket = listen(config.http_host, config.http_port, shared=is_shared)
+        if config.http_fd:
+            listen_sockets = [inherit(fd) for fd in config.http_fd]
         else:
-            listen_socket = inherit(config.http_fd)
-        http_port = listen_socket.getsockname()[1]
+            listen_sockets = [listen(config.http_host, config.http_port, shared=is_shared)]
+        http_port = listen_sockets[0].getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         client_started = asyncio.Event()
         lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
@@ -217,7 +217,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if config.canary_interval_s:
             self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
         # The clients of an inherited socket wait meanwhile, or another process accepts them.
-        limit_s = MODEL_RETRY_INTERVAL_S if config.http_fd is None else INHERITED_START_S
+        limit_s = INHERITED_START_S if config.http_fd else MODEL_RETRY_INTERVAL_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await models_loaded.wait()
@@ -225,7 +225,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         if self._siblings is not None:
             await self._siblings.open(metrics, self._readiness)
         self._http, admin = self._build_http_servers(lifecycle, metrics)
-        self._http_task = lifecycle.spawn(self._http.serve([listen_socket]), name="http")
+        self._http_task = lifecycle.spawn(self._http.serve(listen_sockets), name="http")
         if admin is not None:
             admin_socket = listen(
                 config.effective_metrics_host,
@@ -341,7 +341,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         return self._peers.is_in_progress(peer)
 
     async def deregister(self) -> None:
-        if self._http is not None and self._config.http_fd is not None:
+        if self._http is not None and self._config.http_fd:
             # New connections wait in the socket, which the launcher keeps, for a successor.
             self._http.stop_accepting()
         await super().deregister()
@@ -387,7 +387,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
 
         async def load_models() -> None:
             await self._models.load()
-            models_loaded.set()
+            # Another load may still load what this one has skipped.
+            if not self._models.loading:
+                models_loaded.set()
 
         await self._snapshot_changed.wait()
         # Loads run concurrently, so that a slow card does not delay other models. The catalog

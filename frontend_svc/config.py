@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from common.api_keys import parse_keys
 from common.errors import InvalidRequest
-from common.runtime.config import Names, Port, ServiceConfig, Share
+from common.runtime.config import Descriptors, Names, Port, ServiceConfig, Share
 from common.runtime.hosts import is_loopback
 from frontend_svc.openai.body.request_template import RequestTemplate, parse_templates
 
@@ -25,9 +25,9 @@ class FrontendConfig(ServiceConfig):
     """Address that the OpenAI API binds. Use 0.0.0.0 in a container."""
     http_port: Port = 8000
     """Port of the OpenAI API. 0: any."""
-    http_fd: NonNegativeInt | None = None
-    """File descriptor of a listening socket, in place of http_host and http_port. Set by launchers,
-    so that connections wait while a successor starts."""
+    http_fd: Descriptors = ()
+    """File descriptors of sockets with one port, in place of http_host and http_port. Set by
+    launchers, so that connections wait while a successor starts. Each process needs one."""
     http_tls_cert_path: Path | None = None
     """PEM certificate chain of the HTTP ports. With the key it enables TLS. Read again when it
     changes."""
@@ -150,8 +150,11 @@ class FrontendConfig(ServiceConfig):
             found.append(
                 "http_tls_cert_path: set both --http-tls-cert-path and --http-tls-key-path, or none"
             )
-        if self.http_fd is not None and self.processes > 1:
-            found.append("http_fd: excludes --processes above 1, of which each has its own socket")
+        if 0 < len(self.http_fd) < self.processes:
+            found.append(
+                f"http_fd: {len(self.http_fd)} sockets for {self.processes} processes; each needs"
+                " one of its own"
+            )
         if self.audit_log and self.audit_log == self.request_trace:
             found.append(f"request_trace: {self.request_trace!r} is the audit_log; name another")
         if self.api_keys is not None:

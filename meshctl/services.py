@@ -54,7 +54,9 @@ class ServiceSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables beyond those of meshctl."""
     http_port: int | None = None
-    """Port on which meshctl listens for it; 0: any. None: the process listens itself."""
+    """HTTP port of a frontend, on which meshctl listens for it; 0: any."""
+    binds_port: bool = False
+    """Whether its process binds `http_port`: its version takes no sockets of meshctl."""
     is_observer: bool = False
     """The mesh is ready, and goes on, without it: no member sends it work."""
     origins: Mapping[str, KeyPath] = field(default_factory=dict)
@@ -194,11 +196,11 @@ def _build_spec(
     common += ["--stable-name", f"{options.name_prefix}{name}"]
     if options.consoles and options.console_otlp_port and kind != "console":
         _add_collector(variables, service_prefix(kind), options)
-    role = kind
-    if group is not None:
     if mesh.require:
         common += ["--required-roles", ",".join(mesh.require)]
     variables.origins["--required-roles"] = ("require",)
+    role = kind
+    if group is not None:
         role = f"{group.role} worker of {group.model}"
         at: KeyPath = ("workers", number)
         variables.origins |= {

@@ -50,15 +50,16 @@ def listen(
 
 
 def inherit(fd: int) -> socket.socket:
-    """Returns the listening socket that a launcher passed. Raises InvalidRequest."""
+    """Returns the socket that a launcher passed. It has a port, and listens by the time of the
+    first accept. Raises InvalidRequest."""
     try:
         inherited = socket.socket(fileno=fd)
-        is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        has_port = inherited.type == socket.SOCK_STREAM and bool(inherited.getsockname()[1])
     except OSError as error:
         raise InvalidRequest(f"{fd} is not a socket: {error.strerror}", "http_fd") from error
-    if not is_listening:
+    if not has_port:
         inherited.close()
-        raise InvalidRequest(f"{fd} is not a listening socket", "http_fd")
+        raise InvalidRequest(f"{fd} is not a socket that is bound to a port", "http_fd")
     inherited.set_inheritable(False)
     inherited.setblocking(False)
     inherited.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,8 +1,10 @@
 """The parent of a frontend's processes: forks them, restarts those that end, forwards the stop.
 
 The parent holds no connection and runs no event loop. It binds the HTTP port without listening, so
-that the port stays reserved; each process listens on a socket of its own (SO_REUSEPORT). Processes
-are forked and not executed, because the imports of a frontend take a second and 60 MB.
+that the port stays reserved; each process listens on a socket of its own (SO_REUSEPORT). Sockets of
+a launcher (`http_fd`) are dealt to the processes in turn: they outlive both, so that connections
+wait in the socket of a process that starts again. Processes are forked and not executed, because
+the imports of a frontend take a second and 60 MB.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,7 +67,10 @@ def run_processes(config: FrontendConfig, serve: Serve) -> NoReturn:
     try:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-"))
-            ports = {"http_port": _reserve(stack, config.http_host, config.http_port, "http_port")}
+            ports: dict[str, int] = {}
+            if not config.http_fd:
+                http = (config.http_host, config.http_port, "http_port")
+                ports["http_port"] = _reserve(stack, *http)
             if config.metrics_port is not None:
                 metrics = (config.effective_metrics_host, config.metrics_port, "metrics_port")
                 ports["metrics_port"] = _reserve(stack, *metrics)
@@ -97,6 +102,7 @@ def process_config(config: FrontendConfig, slot: int) -> FrontendConfig:
             "stable_name": f"{config.stable_name}-{slot}" if config.stable_name else "",
             "audit_log": _numbered(config.audit_log, slot),
             "request_trace": _numbered(config.request_trace, slot),
+            "http_fd": config.http_fd[slot :: config.processes],
             "ready_fd": None,
         }
     )
@@ -105,6 +111,11 @@ def process_config(config: FrontendConfig, slot: int) -> FrontendConfig:
 def _numbered(file: str, slot: int) -> str:
     path = Path(file)
     return str(path.with_stem(f"{path.stem}-{slot}")) if file else ""
+
+
+def _close_sockets(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class _Parent:
@@ -155,6 +166,9 @@ class _Parent:
             self._stop()
 
     def _stop(self) -> None:
+        if not self._is_stopping:
+            # The port refuses connections once neither a process nor the launcher has its sockets.
+            _close_sockets(self._config.http_fd)
         self._is_stopping = True
         for process in self._processes:
             if process.pid:
@@ -203,6 +217,7 @@ class _Parent:
                 # Under its address the mesh knows the successor as such.
                 update["port"] = process.grpc_port
             config = process_config(self._config, process.slot)
+            _close_sockets(set(self._config.http_fd).difference(config.http_fd))
             siblings = Siblings(self._folder, process.slot, self._config.processes)
             self._serve(config.model_copy(update=update), siblings)
         except SystemExit as end:

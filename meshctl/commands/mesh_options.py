@@ -68,11 +68,15 @@ def report_problems(error: MeshFileError) -> None:
     sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
 
 
-def read_specs(options: UpOptions, environ: Mapping[str, str]) -> list[ServiceSpec]:
-    """Returns the services of the options and of the mesh file. Raises MeshFileError."""
+def read_specs(
+    options: UpOptions, environ: Mapping[str, str], *, is_restart: bool = False
+) -> list[ServiceSpec]:
+    """Returns the services of the options and of the mesh file. Raises MeshFileError.
+
+    is_restart: the services on disk may be of another version than this process.
+    """
     if options.file is None:
-        return build_service_specs(options)
+        specs = build_service_specs(options)
+        return check_settings(specs, environ) if is_restart else specs
     loaded = read_mesh_file(options.file, environ)
-    specs = build_service_specs(options, loaded.mesh)
-    check_settings(loaded, specs, environ)
-    return specs
+    return check_settings(build_service_specs(options, loaded.mesh), environ, loaded)

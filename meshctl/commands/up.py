@@ -137,17 +137,12 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
         tail=lambda name: launcher.tail(name),
         log=lambda name: launcher.log_path(name),
     )
-    own = {s.name: s.http_port for s in specs if s.http_port is not None}
-    shared = {
-        s.name: own[s.name] for s in specs if s.name in own and process_count(s, environ) == 1
-    }
+    ports = {spec.name: spec.http_port for spec in specs if spec.http_port is not None}
     try:
         with (
             _exclusive_lock(options.log_dir),
-            listeners(options.http_host, shared) as frontends,
+            listeners(options.http_host, ports) as frontends,
         ):
-            for name in own.keys() - shared.keys():
-                check_port(options.http_host, own[name])
             if options.consoles:
                 check_port("127.0.0.1", options.console_port, "--console-port")
                 check_port("127.0.0.1", options.console_otlp_port, "--console-otlp-port")
@@ -275,6 +270,10 @@ class _UpCommand:
         if isinstance(event, RestartsExhausted) and supervisor.is_given_up(event.service):
             self.frontends.close(event.service)
 
+    def _undo_start(self, spec: ServiceSpec) -> None:
+        self.launcher.restore_log(spec.name)
+        self.frontends.keep(spec.name, process_count(spec, self.environ))
+
     def _install_signal_handlers(self, supervisor: Supervisor) -> None:
         requests = StopRequests()
 
@@ -339,9 +338,9 @@ class _UpCommand:
         """Serves `meshctl restart`, `drain`, `start` and `status`."""
         operations = Operations(
             supervisor,
-            specs=partial(read_specs, self.options, self.environ),
+            specs=partial(read_specs, self.options, self.environ, is_restart=True),
             rotate_log=self.launcher.rotate_log,
-            restore_log=self.launcher.restore_log,
+            undo_start=self._undo_start,
             last_log_line=self._last_log_line,
             find_missing=partial(find_missing, security),
             stop_listening=self.frontends.close,

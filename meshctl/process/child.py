@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from common.runtime.ready_line import ReadyLineReader
 from meshctl.process import parent_guard
 from meshctl.process.environment import service_environment
 from meshctl.process.listeners import Listeners
-from meshctl.services import ServiceSpec
+from meshctl.services import ServiceSpec, process_count
 
 LOG_BYTES_MAX = 16 << 20
 # A crash may end with a long traceback in one line.
@@ -162,23 +163,30 @@ class ProcessLauncher:
 
     def start(self, spec: ServiceSpec) -> ChildProcess:
         """Starts a service. Raises OSError without a process, a descriptor, a port or a log."""
-        listener = None if self._listeners is None else self._listeners.open(spec.name)
+        fds = [listener.fileno() for listener in self._open_port(spec)]
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
-            fds = [write_end]
-            if listener is not None:
-                fds.append(listener.fileno())
-                command += ["--http-fd", str(fds[-1])]
+            if fds:
+                command += ["--http-fd", ",".join(map(str, fds))]
             environ = service_environment(self._environ, spec.module, self._pass_environ)
             environ = spec.with_environ(environ)
-            popen = self._popen(spec.name, with_parent_guard(command), environ, fds)
+            popen = self._popen(spec.name, with_parent_guard(command), environ, [*fds, write_end])
         except BaseException:
             os.close(read_end)
             raise
         finally:
             os.close(write_end)
         return ChildProcess(popen, read_end)
+
+    def _open_port(self, spec: ServiceSpec) -> Sequence[socket.socket]:
+        """Returns the sockets that a process accepts from. Raises CannotListen."""
+        if self._listeners is None:
+            return ()
+        if spec.binds_port:
+            self._listeners.close(spec.name)
+            return ()
+        return self._listeners.open(spec.name, process_count(spec, self._environ))
 
     def rotate_log(self, name: str) -> None:
         """Gives the next process of a service a log of its own; the one before keeps NAME.log.1."""

@@ -47,7 +47,8 @@ class Operations:
     """Changes the members of one mesh.
 
     - specs: returns what the mesh file describes now. Raises MeshFileError.
-    - rotate_log, restore_log: see `ProcessLauncher`.
+    - rotate_log: see `ProcessLauncher`.
+    - undo_start: gives log and sockets back to a process beside which another one has failed.
     - last_log_line: of a service.
     - find_missing: returns which peers do not send work to a ready member yet.
     - stop_listening: closes the port of a frontend that does not start again.
@@ -60,7 +61,7 @@ class Operations:
         *,
         specs: Callable[[], Sequence[ServiceSpec]],
         rotate_log: Callable[[str], None],
-        restore_log: Callable[[str], None],
+        undo_start: Callable[[ServiceSpec], None],
         last_log_line: Callable[[str], str],
         find_missing: Callable[[Child], Awaitable[Waiting]],
         stop_listening: Callable[[str], None],
@@ -71,7 +72,7 @@ class Operations:
         self._supervisor = supervisor
         self._specs = specs
         self._rotate_log = rotate_log
-        self._restore_log = restore_log
+        self._undo_start = undo_start
         self._last_log_line = last_log_line
         self._start_report_s = start_report_s
         self._find_missing = find_missing
@@ -134,11 +135,14 @@ class Operations:
         replaced: list[Replaced] = []
         try:
             specs = await self._read_specs()
+            if failed := self._find_obstacle(steps, new_first, specs):
+                report(failed[0], "failed", failed[1])
+                return Outcome(replaced, failed)
             for step in steps:
                 if is_cancelled():
                     return Outcome(replaced, (step.name, "the command was interrupted"))
                 self._current = f"a restart of {step.name}"
-                result = await self._replace_now(step, new_first, specs.get(step.name), report)
+                result = await self._replace_now(step, new_first, specs, report)
                 if isinstance(result, str):
                     report(step.name, "failed", result)
                     return Outcome(replaced, (step.name, result))
@@ -147,17 +151,42 @@ class Operations:
         finally:
             self._current = ""
 
+    def _find_obstacle(
+        self, steps: Sequence[Step], new_first: bool | None, specs: Mapping[str, ServiceSpec]
+    ) -> tuple[str, str] | None:
+        """Returns the first member that cannot be replaced by what the file describes now, with the
+        reason: then no replacement begins."""
+        for step in steps:
+            try:
+                self._plan_now(step.name, new_first, specs)
+            except InvalidRequest as error:
+                return step.name, error.message
+        return None
+
+    def _plan_now(
+        self, name: str, new_first: bool | None, specs: Mapping[str, ServiceSpec]
+    ) -> Step:
+        """Returns the replacement by the present members. Raises InvalidRequest."""
+        members = self.members()
+        selected = [member for member in members if member.spec.name == name]
+        (step,) = plan(members, selected, self._environ, new_first=new_first, successors=specs)
+        return step
+
     async def _replace_now(
-        self, step: Step, new_first: bool | None, spec: ServiceSpec | None, report: Report
+        self,
+        step: Step,
+        new_first: bool | None,
+        specs: Mapping[str, ServiceSpec],
+        report: Report,
     ) -> Replaced | str:
         # Since the plan was made, members of its role may have ended, or become ready.
-        members = self.members()
-        member = [member for member in members if member.spec.name == step.name]
         try:
-            (step,) = plan(members, member, self._environ, new_first=new_first)
+            step = self._plan_now(step.name, new_first, specs)
         except InvalidRequest as error:
             return error.message
-        return await self._replace(step, spec, report)
+        if step.fixed:
+            report(step.name, "note", f"old first: two processes cannot have its {step.fixed}")
+        return await self._replace(step, specs.get(step.name), report)
 
     async def drain(self, name: str, report: Report, *, force: bool = False) -> None:
         """Stops a member, which does not start again. Raises InvalidRequest, Conflict.
@@ -209,7 +238,7 @@ class Operations:
             if step.new_first:
                 await supervisor.end(new)
                 supervisor.remove(new)
-                self._restore_log(step.name)
+                self._undo_start(old.spec)
                 if supervisor.is_given_up(step.name):
                     self._stop_listening(step.name)
             return problem

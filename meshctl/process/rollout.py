@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from common.errors import InvalidRequest
-from common.runtime.config import PREFIX, suggest
+from common.runtime.config import PREFIX
+from common.runtime.suggestion import suggest
 from meshctl.mesh_file.settings import PORTS, service_prefix
-from meshctl.services import ServiceSpec, process_count
+from meshctl.services import ServiceSpec
 
 # Services that others need come first, so that a new frontend connects to new routers and workers.
 _ORDER = ("indexer", "worker", "router", "frontend", "console")
 # Its value begins with the host in a registry of several hosts.
 _STABLE_NAME = "--stable-name"
+NO_SUCCESSORS: Final[Mapping[str, ServiceSpec]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The replacement of one member. new_first: as above."""
+    """The replacement of one member. new_first: as above. fixed: the port for which it is not
+    replaced new-first although it would be; "": none."""
 
     name: str
     new_first: bool
+    fixed: str = ""
 
 
 def select(members: Sequence[Member], names: Iterable[str]) -> list[Member]:
@@ -59,6 +65,7 @@ def plan(
     environ: Mapping[str, str],
     *,
     new_first: bool | None = None,
+    successors: Mapping[str, ServiceSpec] = NO_SUCCESSORS,
 ) -> list[Step]:
     """Returns the replacements in order. Raises InvalidRequest if one would end the last live
     member of a role.
@@ -66,6 +73,7 @@ def plan(
     - environ: of meshctl, which services inherit.
     - new_first: None: frontends, and the only members of a role, are replaced new-first; observers,
       whose ports are fixed and which may be absent for a while, never.
+    - successors: what members become, by name, if that is known.
     """
     steps = []
     for member in selected:
@@ -76,7 +84,11 @@ def plan(
         peers = [m for m in members if m.spec.role == spec.role and m.spec.name != spec.name]
         is_last = not any(m.is_live for m in peers)
         is_surge = is_last or spec.http_port is not None if new_first is None else new_first
-        if is_surge and (port := fixed_port(spec, environ)):
+        port = ""
+        if is_surge and member.is_live:
+            port = fixed_port(spec, environ)
+            port = port or fixed_port(successors.get(spec.name, spec), environ)
+        if port:
             if is_last or new_first:
                 raise InvalidRequest(
                     f"{spec.name} cannot be replaced new-first: two processes cannot have its fixed"
@@ -88,7 +100,7 @@ def plan(
                 f"{spec.name} is the last live {spec.role}: replace it new-first (without"
                 " --no-surge)"
             )
-        steps.append(Step(spec.name, is_surge and member.is_live))
+        steps.append(Step(spec.name, is_surge and member.is_live, port))
     return steps
 
 
@@ -107,7 +119,7 @@ def check_drain(members: Sequence[Member], name: str) -> Member:
 def fixed_port(spec: ServiceSpec, environ: Mapping[str, str]) -> str:
     """Returns the name of a port that only one process on a host can have; "": none."""
     own = service_prefix(_service(spec))
-    if spec.http_port and process_count(spec, environ) > 1:
+    if spec.http_port and spec.binds_port:
         return "http_port"
     for name in PORTS:
         for variable in (f"{own}{name.upper()}", f"{PREFIX}{name.upper()}"):

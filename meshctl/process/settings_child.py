@@ -1,7 +1,8 @@
-"""Checks settings with the parsers of the services: `python -m meshctl.process.settings_child`.
+"""A program that checks settings with the parsers of the services.
 
-It is a process of its own, because meshctl imports no service. Standard input: a JSON list of
-`{"service", "args", "environ"}`. Standard output: the problems of each, as a JSON list.
+It is a process of its own, because meshctl imports no service, and depends on nothing that a
+supported version lacks. Standard input: a JSON list of `{"service", "args", "environ"}`. Standard
+output: the problems of each, as a JSON list.
 """
 
 from __future__ import annotations

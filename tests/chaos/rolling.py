@@ -28,14 +28,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from common.runtime.free_ports import free_ports
 from tests.chaos.client import Reply, content_of, exchange, request_of
 from tests.contract.consul_agent import running_agent
 from tests.kit.processes import MODEL, ROOT
+from tests.kit.versions import old_version_tree
 
 CLIENTS = 64
 TOKENS = 48
@@ -102,8 +105,10 @@ _VOLATILE = frozenset(
 class Case:
     """One mesh and what is replaced in it.
 
-    mesh: keys of its mesh file. restart: arguments of `meshctl restart --wait`. stopped: a member
-    that is stopped (SIGSTOP) before, and continues after the command.
+    mesh: keys of its mesh file. restart: arguments of `meshctl restart --wait`. changed: keys of
+    its frontends that the file has by then. stopped: a member that is stopped (SIGSTOP) before, and
+    continues after the command. is_upgrade: the services are of the newest supported version, and
+    replaced by those of this tree; the frontends after the others, one at a time.
     """
 
     name: str
@@ -111,6 +116,8 @@ class Case:
     restart: Sequence[str] = ()
     uses_consul: bool = False
     stopped: str = ""
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    is_upgrade: bool = False
 
 
 _SIM = {"settings": {"speedup": 0.5}}
@@ -125,12 +132,24 @@ def _mesh(count: int, *groups: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _processes(count: int) -> dict[str, Any]:
+    return {"settings": {"processes": count}}
+
+
 _TWO = _mesh(2, {"count": 2})
+_ONE = _mesh(1, {"count": 1})
 CASES = (
     Case("all", _TWO),
     Case("workers-old-first", _TWO, ["--no-surge", "worker"]),
     Case("pairs", _mesh(2, {"role": "prefill", "count": 2}, {"role": "decode", "count": 2})),
-    Case("single", _mesh(1, {"count": 1})),
+    Case("single", _ONE),
+    Case(
+        "processes",
+        {**_ONE, "frontends": {"http_port": 0, **_processes(2)}},
+        ["frontend"],
+        changed=_processes(3),
+    ),
+    Case("older", _TWO, ["indexer", "worker", "router"], is_upgrade=True),
     Case("consul", _TWO, uses_consul=True),
     Case("stopped-frontend", _TWO, ["worker-0"], stopped="frontend-1"),
 )
@@ -191,6 +210,10 @@ class Rolling:
     def avoid(self, url: str) -> None:
         """Sends no more requests to a frontend, as a load balancer that reads /ready."""
         self._urls = [other for other in self._urls if other != url]
+
+    def use(self, url: str) -> None:
+        """Sends requests to a frontend again."""
+        self._urls = [*self._urls, url]
 
     async def _client(self, number: int) -> None:
         sent = number
@@ -283,15 +306,18 @@ def _stable(value: Any) -> Any:
 
 
 @asynccontextmanager
-async def _running_mesh(folder: Path, mesh: Mapping[str, Any]) -> AsyncIterator[list[Any]]:
-    """Runs `meshctl up`; yields its members as `status` of the control socket reports them."""
+async def _running_mesh(
+    folder: Path, mesh: Mapping[str, Any], services: Path
+) -> AsyncIterator[list[Any]]:
+    """Runs `meshctl up` of this tree; yields its members as `status` of the control socket reports
+    them. services: folder of the sources of the services."""
     path = folder / "mesh.yaml"
     path.write_text(yaml.safe_dump(dict(mesh)))
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "meshctl", "up", "-f", str(path)),
+            *(sys.executable, "-c", _MESHCTL, "up", "-f", str(path)),
             cwd=folder,
-            env=_environment(),
+            env=_environment(services),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -357,42 +383,47 @@ async def _meshctl(folder: Path, *arguments: str) -> tuple[int | None, str, str]
     return process.returncode, out.decode(), err.decode()
 
 
-def _environment() -> dict[str, str]:
+# meshctl of this tree, whatever the services are.
+_MESHCTL = (
+    f"import sys; sys.path[:0] = [{str(ROOT / 'protos')!r}, {str(ROOT)!r}];"
+    " from meshctl.__main__ import main; main()"
+)
+
+
+def _environment(services: Path = ROOT) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
-    return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    return {**inherited, "PYTHONPATH": f"{services / 'protos'}{os.pathsep}{services}"}
 
 
 async def run_case(case: Case, folder: Path, *, clients: int = CLIENTS) -> dict[str, Any]:
     """Returns the JSON line of a case."""
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        mesh = dict(case.mesh)
+        mesh, services = dict(case.mesh), ROOT
         if case.uses_consul:
             agent = stack.enter_context(running_agent())
             mesh |= {"registry": "consul", "consul_url": agent.url}
-        async with _running_mesh(folder, mesh) as members:
+        if case.is_upgrade:
+            old = stack.enter_context(old_version_tree())
+            mesh = _of_older_version(mesh, old)
+            # Services run what this link leads to.
+            services = folder / "services"
+            services.symlink_to(old)
+        async with _running_mesh(folder, mesh, services) as members:
             urls = {m["name"]: m["addresses"]["http"] for m in members if m["role"] == "frontend"}
             pids = {m["name"]: m["pid"] for m in members}
             rolling = Rolling(folder, list(urls.values()), clients)
             refused = await rolling.learn()
             if case.stopped:
                 rolling.avoid(urls[case.stopped])
-
-            async def work() -> dict[str, Any]:
-                if case.stopped:
-                    os.kill(pids[case.stopped], signal.SIGSTOP)
-                try:
-                    result = await _restart(folder, case.restart)
-                    if case.stopped:
-                        _, text, _ = await _meshctl(folder, "status")
-                        result["status_says"] = [
-                            line for line in text.splitlines() if case.stopped in line
-                        ]
-                    return result
-                finally:
-                    if case.stopped:
-                        os.kill(pids[case.stopped], signal.SIGCONT)
-
+            if case.changed:
+                mesh["frontends"] = {**mesh["frontends"], **case.changed}
+                (folder / "mesh.yaml").write_text(yaml.safe_dump(mesh))
+            work = partial(_restart, folder, case.restart)
+            if case.stopped:
+                work = partial(_restart_beside_stopped, case, folder, pids[case.stopped])
+            elif case.is_upgrade:
+                work = partial(_upgrade, case, folder, rolling, urls)
             began = time.monotonic()
             result = await rolling.run(work)
             line = _line(case, rolling.observations, result)
@@ -400,9 +431,58 @@ async def run_case(case: Case, folder: Path, *, clients: int = CLIENTS) -> dict[
     return {**line, "refused": refused} if refused else line
 
 
+def _of_older_version(mesh: Mapping[str, Any], old: Path) -> dict[str, Any]:
+    """Returns a mesh whose workers of both versions serve one model (see `model_flags`), and whose
+    frontends have ports that they keep."""
+    settings = {**_SIM["settings"], "tool_call_parser": "hermes"}
+    model = str(old / "worker_svc/engines/sim/model")
+    (group,) = mesh["workers"]
+    first = free_ports(mesh["frontends"]["count"])
+    return {
+        **mesh,
+        "frontends": {**mesh["frontends"], "http_port": first},
+        "workers": [{**group, "model_path": model, "settings": settings}],
+    }
+
+
+async def _restart_beside_stopped(case: Case, folder: Path, pid: int) -> dict[str, Any]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        result = await _restart(folder, case.restart)
+        _, text, _ = await _meshctl(folder, "status")
+        said = [line for line in text.splitlines() if case.stopped in line]
+        return {**result, "status_says": said}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def _upgrade(
+    case: Case, folder: Path, rolling: Rolling, urls: Mapping[str, str]
+) -> dict[str, Any]:
+    """Replaces the services of an older version. Its frontends bind their ports, so that clients
+    use others meanwhile, as behind a load balancer."""
+    services = folder / "services"
+    services.unlink()
+    services.symlink_to(ROOT)
+    result = await _restart(folder, case.restart)
+    for name, url in urls.items():
+        rolling.avoid(url)
+        # Sleep: requests that are on their way have been accepted.
+        await asyncio.sleep(0.5)
+        part = await _restart(folder, [name])
+        rolling.use(url)
+        result["replaced"] += part.get("replaced", [])
+        result["progress"] += part["progress"]
+        result["failed"] = (
+            result.get("failed") or result.get("error") or part.get("failed") or part.get("error")
+        )
+    return result
+
+
 def _line(case: Case, found: Observations, result: Mapping[str, Any]) -> dict[str, Any]:
     replaced = result.get("replaced", [])
-    waited = [text for text in result["progress"] if "  waiting" in text or "  given up" in text]
+    shown = ("  waiting", "  given up", "  note")
+    waited = [text for text in result["progress"] if any(state in text for state in shown)]
     return {
         "case": case.name,
         "requests": found.requests,
@@ -412,7 +492,7 @@ def _line(case: Case, found: Observations, result: Mapping[str, Any]) -> dict[st
         "slowest_s": round(found.slowest_s, 3),
         "members": {m["name"]: [m["routable_s"], m["after_s"]] for m in replaced},
         "failed": result.get("error") or result.get("failed"),
-        **({"waited_for": waited} if waited else {}),
+        **({"progress": waited} if waited else {}),
         **({"status_says": said} if (said := result.get("status_says")) else {}),
         **({"why": found.errors.most_common(3)} if found.errors else {}),
         **({"inexact_kinds": dict(found.inexact)} if found.inexact else {}),

@@ -388,7 +388,17 @@ def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
     names = {"mesh_token", "operator_token", "consul_token", "management_token", "metrics_key"}
     assert set(made) == names
     assert len(set(made.values())) == len(made)
+    # A volume of an earlier version.
+    (folders[0] / "mesh_token").chmod(0o644)
     assert generate() == made
+    found = {path.name: path.stat() for folder in folders for path in folder.iterdir()}
+    readers = {"consul_token": (0o640, 10001, 1000), "metrics_key": (0o640, 10001, 65534)}
+    for name, status in found.items():
+        mode, user, group = readers.get(name, (0o600, 10001, status.st_gid))
+        user = 100 if name == "management_token" else user
+        assert stat.S_IMODE(status.st_mode) == mode, name
+        if os.getuid() == 0:
+            assert (status.st_uid, status.st_gid) == (user, group), name
 
 
 @pytest.fixture
@@ -406,17 +416,7 @@ def consul(tmp_path: Path) -> Iterator[tuple[str, str]]:
         "CONSUL_HTTP_ADDR": url,
         "CONSUL_MANAGEMENT_SETTING": "master",  # The agent of the tests is older than 1.11.
     }
-    # A volume of an earlier version.
-    (folders[0] / "mesh_token").chmod(0o644)
     with subprocess.Popen(
-    found = {path.name: path.stat() for folder in folders for path in folder.iterdir()}
-    readers = {"consul_token": (0o640, 10001, 1000), "metrics_key": (0o640, 10001, 65534)}
-    for name, status in found.items():
-        mode, user, group = readers.get(name, (0o600, 10001, status.st_gid))
-        user = 100 if name == "management_token" else user
-        assert stat.S_IMODE(status.st_mode) == mode, name
-        if os.getuid() == 0:
-            assert (status.st_uid, status.st_gid) == (user, group), name
         [*command, ROOT / "deploy/consul_policy.hcl", "-bind=127.0.0.1", *flags],
         env=environ,
         stdout=subprocess.DEVNULL,

@@ -87,7 +87,7 @@ def test_systemd_keeps_the_socket_of_a_frontend(tmp_path: Path) -> None:
     assert unit["Unit"]["Requires"] == "kvmesh-frontend-0.socket"
     args = shlex.split(unit["Service"]["ExecStart"])[3:]
     config, _ = read_config(FrontendConfig, "FRONTEND", {}, args)
-    assert config.http_fd == 3
+    assert config.http_fd == (3,)
     assert "kvmesh-frontend-0.socket" not in units(tmp_path, http_port=0)
 
 

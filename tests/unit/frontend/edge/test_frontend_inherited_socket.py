@@ -10,6 +10,7 @@ import pytest
 from common.errors import InvalidRequest
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.sockets import inherit
+from frontend_svc.processes.parent import process_config
 
 
 def test_a_listening_socket_is_inherited() -> None:
@@ -36,10 +37,16 @@ def test_another_descriptor_is_refused_by_name() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
-    with socket.socket() as unbound, pytest.raises(InvalidRequest, match="not a listening socket"):
+    with (
+        socket.socket() as unbound,
+        pytest.raises(InvalidRequest, match="not a socket that is bound"),
+    ):
         inherit(os.dup(unbound.fileno()))
 
 
-def test_several_processes_do_not_share_an_inherited_socket() -> None:
-    (problem,) = FrontendConfig(http_fd=3, processes=2).problems()
-    assert problem.startswith("http_fd: excludes --processes")
+def test_each_of_several_processes_has_sockets_of_its_own() -> None:
+    config = FrontendConfig(http_fd=(3, 4, 5), processes=2)
+    assert config.problems() == []
+    assert [process_config(config, slot).http_fd for slot in range(2)] == [(3, 5), (4,)]
+    (problem,) = FrontendConfig(http_fd=(3,), processes=2).problems()
+    assert problem == "http_fd: 1 sockets for 2 processes; each needs one of its own"

@@ -45,7 +45,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
     """The problems, without the folder of the file."""
     try:
         loaded = load(tmp_path, text)
-        check_settings(loaded, list(specs_of(loaded).values()), {})
+        check_settings(list(specs_of(loaded).values()), {}, loaded)
     except MeshFileError as error:
         return [problem.removeprefix(f"{tmp_path}/") for problem in error.problems]
     return []

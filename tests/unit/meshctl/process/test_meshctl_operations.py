@@ -79,7 +79,7 @@ async def bed(
             supervisor,
             specs=lambda: specs,
             rotate_log=rotated.append,
-            restore_log=restored.append,
+            undo_start=lambda spec: restored.append(spec.name),
             last_log_line=lambda name: f"{name} loads weights",
             start_report_s=0.001,
             find_missing=find_missing,

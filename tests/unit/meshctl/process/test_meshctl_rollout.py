@@ -99,14 +99,32 @@ def test_a_member_with_a_fixed_port_is_not_replaced_new_first(variable: str) -> 
     with pytest.raises(InvalidRequest, match="worker-0 cannot be replaced new-first"):
         steps(MESH, "worker-0", new_first=True, environ=environ)
     assert steps(MESH, "worker-0", environ=environ) == [Step("worker-0", new_first=False)]
+    ended = [member("prefill-0", "prefill", is_live=False)]
+    assert not steps(ended, environ=environ)[0].new_first
 
 
-def test_the_processes_of_one_frontend_keep_their_port_until_they_end() -> None:
+def test_frontends_of_several_processes_are_replaced_new_first() -> None:
     environ = {"KVMESH_FRONTEND_PROCESSES": "2"}
-    two = [member("frontend-0", http_port=8000), member("frontend-1", http_port=8001)]
-    assert [step.new_first for step in steps(two, environ=environ)] == [False, False]
+    one = [member("frontend-0", http_port=8000)]
+    assert steps(one, environ=environ) == [Step("frontend-0", new_first=True)]
+
+
+@pytest.mark.parametrize("which", ["old", "new"])
+def test_a_frontend_that_binds_its_port_is_replaced_old_first_where_another_one_serves(
+    which: str,
+) -> None:
+    two = [
+        member("frontend-0", http_port=8000, binds_port=which == "old"),
+        member("frontend-1", http_port=8001),
+    ]
+    successor = member("frontend-0", http_port=8000, binds_port=which == "new").spec
+    successors = {"frontend-0": successor}
+    selected = select(two, ["frontend-0"])
+    assert plan(two, selected, {}, successors=successors) == [
+        Step("frontend-0", new_first=False, fixed="http_port")
+    ]
     with pytest.raises(InvalidRequest, match="fixed http_port"):
-        steps(two[:1], environ=environ)
+        plan(two[:1], selected, {}, successors=successors)
 
 
 def test_a_console_is_replaced_old_first_and_last() -> None:
