@@ -141,15 +141,14 @@ def main() -> None:
             stacks = [_stack(name, _flags(SETTINGS[name], live, dead)), _stack(WITHOUT, [])]
             (row,) = run_stacks(args, loadgen, bodies, stacks, LOAD)
             rows[name] = {"ratios": row["ratios"][WITHOUT], "medians": row["medians"]}
-    figures = {f"{name}_tok_s_ratio": _median(row, "tokens_per_s") for name, row in rows.items()}
-    figures |= {f"{name}_cpu_ratio": _median(row, "frontend_cpu") for name, row in rows.items()}
+    figures = {
+        f"{name}_{key}_ratio": row["ratios"][figure]["median"]
+        for key, figure in (("tok_s", "tokens_per_s"), ("cpu", "frontend_cpu"))
+        for name, row in rows.items()
+        if figure in row["ratios"]  # Not if a run was too short for it.
+    }
     settings = {"seconds": args.seconds, "repeat": args.repeat, "goal": GOAL}
     print_report("tracing", settings, {"rows": rows, **figures}, args.out)
-
-
-# Any: JSON.
-def _median(row: dict[str, Any], figure: str) -> float:
-    return float(row["ratios"][figure]["median"])
 
 
 if __name__ == "__main__":
