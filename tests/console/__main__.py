@@ -16,9 +16,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
-from tests.console.browser import CHROMIUM, INSTALL, Chromium
+from tests.console.browser import CHROMIUM, INSTALL, WAIT_MS, Chromium
 from tests.console.journeys import JOURNEYS, Visit, look_at_a_thousand_workers
 from tests.console.mesh import BIN, ROOT, ConsoleMesh, Process, free_port, wait_for
 
@@ -68,6 +68,7 @@ def main() -> int:
         sys.stdout.write(f"{report.line()}\n")
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         chromium = Chromium(playwright, arguments.chromium)
         try:

@@ -13,7 +13,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 INSTALL = "apt-get install --yes chromium"
-WAIT_MS = 15_000
+# As long as tests of services wait (tests/kit/waiting.py).
+WAIT_MS = 30_000
 SIZE = {"width": 1440, "height": 900}
 # Without these Chromium contacts servers of its vendor.
 FLAGS = (
