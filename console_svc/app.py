@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.util import find_spec
 from random import SystemRandom
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.runtime.build import build_name
 from common.runtime.certificates import CertificateFiles
+from common.runtime.config import ConfigError
 from common.runtime.hosts import WILDCARD_HOSTS
 from common.runtime.member_key import MemberKey
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -60,6 +62,8 @@ class ConsoleApp:
         registry: Registry | None = None,
     ) -> None:
         """member_key: unused: a console is no member. registry: None for the configured one."""
+        if find_spec("nicegui") is None:
+            raise ConfigError(["the console needs more packages: pip install 'kvmesh[console]'"])
         self._config = config
         self.instance_id = instance_id or new_instance_id(SystemRandom())
         self._registry = open_registry(config) if registry is None else registry

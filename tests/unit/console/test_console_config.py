@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.runtime.config import ConfigError, read_config
+from console_svc.app import ConsoleApp
 from console_svc.config import ConsoleConfig
 
 
@@ -34,3 +36,11 @@ def test_a_proxy_with_tls_protects_the_cookie_as_tls_of_the_console_does() -> No
     assert ConsoleConfig(public_url="https://console.example").uses_https
     assert ConsoleConfig(http_tls_cert_path=Path("cert.pem")).uses_https
     assert not ConsoleConfig(public_url="http://console.example").uses_https
+
+
+def test_an_installation_without_the_packages_of_the_console_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "nicegui", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvmesh\[console\]'"):
+        ConsoleApp(ConsoleConfig())
