@@ -363,12 +363,12 @@ async def test_a_watch_opened_without_an_agent_gets_members_once_it_runs(
     with capture_logs() as logs:
         async with client.watch(NS) as watch:
             assert watch.current == Snapshot()
-            assert not client.is_reachable
+            was_reachable = client.is_reachable
             mesh.agent.start()
             one = worker(healthy.address)
             await mesh.connect().register(one)
             await seen(watch, lambda s: one.id in s.instances, WAIT_S)
-            assert client.is_reachable
+            assert (was_reachable, client.is_reachable) == (False, True)
     events = [line["event"] for line in logs if line.get("namespace") == NS]
     assert events == ["registry_lost", "registry_recovered"]
 
