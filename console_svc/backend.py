@@ -52,6 +52,7 @@ class Backend:
         port = await self._receiver_server.start(config.otlp_host, config.otlp_port)
         lifecycle.spawn(collector.follow_registry(), name="registry watch")
         lifecycle.spawn(collector.publish_changes(), name="changes")
+        lifecycle.spawn(collector.ask(), name="queries")
         lifecycle.spawn(collector.measure(), name="measurements")
         lifecycle.spawn(self._replays.load(), name="replay choices", essential=False)
         return port

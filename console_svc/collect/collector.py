@@ -133,15 +133,26 @@ class Collector:
             await self._cards.load(self.roster.instances("worker"))
             self.refresh()
 
+    async def ask(self) -> None:
+        """Asks members, each interval. Those that do not respond delay only each other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began_at = loop.time()
+            try:
+                await self._ask_members(began_at)
+            except Exception:
+                # One bad response must not end the console.
+                log.exception("query_failed")
+            await self._pause(began_at)
+
     async def measure(self) -> None:
-        """Measures all that is polled, each interval."""
+        """Reads the rest that is polled, and shows all, each interval."""
         loop = asyncio.get_running_loop()
         index_at = 0.0
         while True:
             began_at = loop.time()
             try:
                 await asyncio.gather(
-                    self._ask_members(began_at),
                     self.frontends.read(self.roster.instances("frontend")),
                     self._read_requests(),
                 )
@@ -153,7 +164,12 @@ class Collector:
                 # The figures stay as they are; one bad response must not end the console.
                 log.exception("measurement_failed")
             self.cycle_s = loop.time() - began_at
-            await asyncio.sleep(max(0.05, self._config.interval_s - self.cycle_s))
+            await self._pause(began_at)
+
+    async def _pause(self, began_at: float) -> None:
+        """Waits for the rest of an interval."""
+        passed_s = asyncio.get_running_loop().time() - began_at
+        await asyncio.sleep(max(0.05, self._config.interval_s - passed_s))
 
     async def close(self) -> None:
         await self.channels.close_all()
@@ -241,7 +257,7 @@ class Collector:
         self.overview = Overview(
             namespace=self._config.namespace,
             registry=describe_registry(self._config),
-            registry_problem="" if self._last_snapshot_at else "the registry was not read yet",
+            registry_problem=self._registry_problem(),
             members=len(members),
             unhealthy=count_unhealthy(members),
             requests_per_s=total.requests_per_s,
@@ -270,6 +286,11 @@ class Collector:
             problem="; ".join(self.frontends.problems),
         )
         self._subscribers.publish()
+
+    def _registry_problem(self) -> str:
+        if not self._last_snapshot_at:
+            return "the registry was not read yet"
+        return "" if self._registry.is_reachable else "its last read failed"
 
     def _problems(self, members: tuple[Member, ...]) -> list[str]:
         found = [*self.frontends.problems]

@@ -87,12 +87,18 @@ class Frontends:
         client = self._clients.get(url)
         if client is None:
             client = self._clients[url] = new_http_client(key, self._config, url)
-        async with client.stream("GET", url + path, timeout=TIMEOUT_S) as response:
-            body = bytearray()
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > BODY_BYTES_MAX:
-                    raise ValueError(f"more than {BODY_BYTES_MAX} bytes")
+        body = bytearray()
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                client.stream("GET", url + path, timeout=TIMEOUT_S) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > BODY_BYTES_MAX:
+                        raise ValueError(f"more than {BODY_BYTES_MAX} bytes")
+        except TimeoutError:
+            raise ValueError(f"no whole response within {TIMEOUT_S:g} s") from None
         return httpx.Response(response.status_code, content=bytes(body), request=response.request)
 
     async def _read_metrics(self, url: str) -> str:
