@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Held during a read: of two at a time, the one that read first must not win.
+        self._reading = threading.Lock()
         self._last: bytes | None = None
         # The error of the last read, and how many reads before it had the same one.
         self._error: str | None = None
@@ -56,6 +59,10 @@ class KeyFile:
 
     def reload(self) -> None:
         """Reads the file; a file that has not changed since the last time changes nothing."""
+        with self._reading:
+            self._reload()
+
+    def _reload(self) -> None:
         error = None
         try:
             self._read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from common.access.browser_policy import BrowserPolicy
+from common.access.caller import KeyTable
 from common.access.key_file import KeyFile, edited_tenants, remove_key
 from common.access.login_links import create_link
-from common.api_keys import hash_of
+from common.api_keys import KeyDocument, hash_of
 from common.errors import Overloaded, PermissionDenied, Unauthenticated
 from console_svc.access.failures import FAILURES_MAX, WINDOW_S, LoginFailures
 from console_svc.access.gate import Gate, Message, Receive, Scope, Send, read_cookie
@@ -243,6 +245,34 @@ async def test_a_websocket_needs_a_session_and_ends_with_it(gate: Gate, logins: 
 
 def test_operators_of_a_link_have_no_key() -> None:
     assert Operator().name == "one-time link"
+
+
+def test_a_slow_read_of_the_keys_does_not_undo_a_revocation(
+    key_file: KeyFile, key_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, may_go_on, build = threading.Event(), threading.Event(), KeyTable.of
+
+    def build_slowly(document: KeyDocument) -> KeyTable:
+        if threading.current_thread().name == "slow":
+            is_read.set()
+            assert may_go_on.wait(5.0)
+        return build(document)
+
+    monkeypatch.setattr(KeyTable, "of", build_slowly)
+    key_path.write_text(key_path.read_text() + "\n")
+    slow = threading.Thread(target=key_file.reload, name="slow")
+    slow.start()
+    assert is_read.wait(5.0)
+    with edited_tenants(key_path) as tenants:
+        remove_key(tenants, "k_admin")
+    newer = threading.Thread(target=key_file.reload)
+    newer.start()
+    newer.join(0.1)
+    may_go_on.set()
+    slow.join()
+    newer.join()
+    with pytest.raises(Unauthenticated):
+        key_file.find(ADMIN.encode())
 
 
 @pytest.mark.parametrize("other", ['prefs={"a": 1, "b": "c d"}', "x[y]=1", "flag", "a b=c"])
