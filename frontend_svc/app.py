@@ -444,10 +444,10 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         return counts
 
     def _awaiting_by_model(self) -> Mapping[str, int]:
-        """Returns `_awaiting_worker` with aliases as the models that they stand for."""
+        """Returns `_awaiting_worker` with aliases and adapters as the models that serve them."""
         counts: dict[str, int] = {}
         for name, count in self._awaiting_worker().items():
-            model = self._models.resolve(name)
+            model = self._models.served_as(name)
             counts[model] = counts.get(model, 0) + count
         return counts
 

@@ -189,6 +189,12 @@ class ModelCatalog:
         """Returns the name of the model that an alias stands for; any other name itself."""
         return self._aliases.get(name, name)
 
+    def served_as(self, name: str) -> str:
+        """Returns the model whose workers serve a name: that of an alias, the base of an adapter;
+        any other name itself."""
+        model = self.resolve(name)
+        return self._adapter_bases.get(model, model)
+
     def is_configured(self, name: str) -> bool:
         """Returns whether the configuration names a model or its alias."""
         return name in self._configured or self.resolve(name) in self._configured
@@ -196,9 +202,7 @@ class ModelCatalog:
     def may_appear(self, name: str) -> bool:
         """Returns whether a configured model that is not served may be served later. False if its
         card cannot be used."""
-        model = self.resolve(name)
-        base = self._adapter_bases.get(model, model)
-        return self.is_configured(name) and base not in self._watch.refused
+        return self.is_configured(name) and self.served_as(name) not in self._watch.refused
 
     def refused_options(self, name: str) -> frozenset[str]:
         """Returns the options that all workers of a model or an adapter refuse."""

@@ -19,19 +19,21 @@ from router_svc.core.router import Router
 
 TICK_S = 1.0
 SAMPLE_S = 5.0
-# A pool without workers is forgotten after this time, unless a frontend is configured to serve
+# A pool whose workers left is forgotten after this time, unless a frontend is configured to serve
 # its model.
 FORGOTTEN_S = 3600.0
 
 
 @dataclass(slots=True)
 class PoolReplicas:
-    """A pool with its last sample and the advice for it. left_at: since when it has no worker."""
+    """A pool with its last sample and the advice for it. left_at: since when it has no worker.
+    is_guess: it never had one, so its role is not known."""
 
     scaler: PoolScaler
     sample: PoolSample
     advice: Advice
     left_at: float | None = None
+    is_guess: bool = True
 
     @property
     def state(self) -> str:
@@ -93,12 +95,14 @@ class Replicas:
         else:
             pool.sample, pool.advice = sample, pool.scaler.advise(sample, now)
         if sample.present:
-            pool.left_at = None
+            pool.left_at, pool.is_guess = None, False
         elif pool.left_at is None:
             pool.left_at = now
 
     def _forget(self, awaiting: Mapping[str, int], now: float) -> None:
+        known = {key.model for key, pool in self._pools.items() if not pool.is_guess}
         for key, pool in list(self._pools.items()):
             is_gone = pool.left_at is not None and now - pool.left_at >= FORGOTTEN_S
-            if is_gone and key.model not in awaiting:
+            is_disproved = pool.is_guess and key.model in known
+            if is_disproved or ((is_gone or pool.is_guess) and key.model not in awaiting):
                 del self._pools[key]

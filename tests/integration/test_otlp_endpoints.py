@@ -47,7 +47,11 @@ def receiving(credentials: grpc.ServerCredentials | None) -> Iterator[tuple[Rece
         server.stop(None)
 
 
-def test_each_endpoint_receives_the_spans_with_its_own_headers_and_tls(tmp_path: Path) -> None:
+def test_each_endpoint_receives_the_spans_with_its_own_headers_and_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The SDK reads it too.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20two")
     authority = Authority(tmp_path)
     cert, key = authority.issue("collector")
     pair = [(key.read_bytes(), cert.read_bytes())]

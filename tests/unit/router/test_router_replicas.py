@@ -204,6 +204,25 @@ def test_a_pool_of_a_removed_model_is_forgotten_and_that_of_a_configured_one_is_
     assert [key for key, _ in bed.replicas] == [POOL]
 
 
+def test_a_guessed_pool_ends_when_the_workers_of_the_model_have_other_roles() -> None:
+    bed = Bed(0)
+    bed.replicas.demand.replace(1, {"m": 0})
+    bed.tick(12)
+    assert bed.advice.replicas == 1
+    bed.see(worker(1, role="prefill"), worker(2, role="decode"))
+    bed.tick(6)
+    assert [key.role for key, _ in bed.replicas] == ["decode", "prefill"]
+
+
+def test_a_guessed_pool_ends_when_no_frontend_names_its_model() -> None:
+    bed = Bed(0)
+    bed.replicas.demand.replace(1, {"adapter": 0})
+    bed.tick(12)
+    bed.replicas.demand.replace(1, {"m": 0})
+    bed.tick(6)
+    assert [key for key, _ in bed.replicas] == [POOL]
+
+
 def test_all_pools_together_keep_the_budget() -> None:
     bed = Bed(0, ScalingSettings(budget=3))
     bed.see(*(worker(n, model=f"m{n % 2}") for n in range(1, 7)))

@@ -132,6 +132,7 @@ async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and
     assert hashes[1] == set(expected.prefix_hashes(PROMPT).tolist()), "as workers publish them"
     assert [w.id for w in models.workers("a")] == [1, 2]
     assert [w.id for w in models.workers("french")] == [2]
+    assert [models.served_as(name) for name in ("a", "french", "x")] == ["a", "a", "x"]
 
 
 async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> None:
