@@ -60,18 +60,19 @@ class Logins:
         return self._begin(address, lambda: self.identify(text.strip()))
 
     def by_link(self, token: str, address: str) -> str:
-        """Returns the token of a new session; the link is used then. Raises as `by_key`."""
+        """Returns the token of a new session; the link is used then. Raises as `by_key`. Failures
+        before do not delay it: any page can make a browser of this host open wrong links."""
+        if len(token) <= CREDENTIAL_CHARS_MAX and redeem(self._folder, token, self._now_s()):
+            return self._begin_session(Operator(), address)
 
-        def redeem_once() -> Operator:
-            if len(token) > CREDENTIAL_CHARS_MAX or not redeem(self._folder, token, self._now_s()):
-                raise Unauthenticated(
-                    "this link was used, or is older than ten minutes: "
-                    "`meshctl console` prints a new one",
-                    reason="INVALID_LINK",
-                )
-            return Operator()
+        def refuse() -> Operator:
+            raise Unauthenticated(
+                "this link was used, or is older than ten minutes: "
+                "`meshctl console` prints a new one",
+                reason="INVALID_LINK",
+            )
 
-        return self._begin(address, redeem_once)
+        return self._begin(address, refuse)
 
     def identify(self, key: str) -> Operator:
         """Returns the operator with an API key. Raises Unauthenticated and PermissionDenied."""
@@ -120,6 +121,9 @@ class Logins:
             self.failed += 1
             log.warning("login_refused", address=address, reason=error.reason)
             raise
+        return self._begin_session(operator, address)
+
+    def _begin_session(self, operator: Operator, address: str) -> str:
         self.succeeded += 1
         log.info("operator_logged_in", operator=operator.name, address=address)
-        return self._sessions.begin(operator, now)
+        return self._sessions.begin(operator, self._clock())

@@ -82,6 +82,18 @@ def test_a_link_logs_in_once(logins: Logins, tmp_path: Path) -> None:
         logins.by_link("token", "a")
 
 
+def test_failures_of_others_at_the_address_do_not_refuse_a_link(
+    logins: Logins, tmp_path: Path
+) -> None:
+    for _ in range(FAILURES_MAX):
+        with pytest.raises(Unauthenticated):
+            logins.by_link("wrong", "a")
+    with pytest.raises(Overloaded):
+        logins.by_link("wrong", "a")
+    create_link(tmp_path / "links", "http://x", "token", 5000.0)
+    assert logins.find(logins.by_link("token", "a"))
+
+
 def test_failures_of_one_address_delay_its_logins_only(logins: Logins, clock: Clock) -> None:
     for _ in range(FAILURES_MAX):
         with pytest.raises(Unauthenticated):
