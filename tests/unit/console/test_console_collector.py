@@ -140,8 +140,10 @@ async def test_a_frontend_that_sends_its_metrics_slowly_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frontends, "TIMEOUT_S", 0.2)
+    open_connections = set[asyncio.StreamWriter]()
 
     async def send_slowly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_connections.add(writer)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             # Ends: the client closes the connection.
@@ -150,6 +152,10 @@ async def test_a_frontend_that_sends_its_metrics_slowly_is_given_up(
                 await writer.drain()
                 # Sleep: each byte arrives in time.
                 await asyncio.sleep(0.02)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        open_connections.discard(writer)
 
     server = await asyncio.start_server(send_slowly, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
@@ -157,5 +163,6 @@ async def test_a_frontend_that_sends_its_metrics_slowly_is_given_up(
     read = frontends.Frontends(ConsoleConfig(), None)
     async with server, asyncio.timeout(5.0):
         await read.read([frontend])
+        await read.close()
+        await until(lambda: not open_connections, "the connections are closed")
     assert "no whole response within 0.2 s" in read.problems[0]
-    await read.close()

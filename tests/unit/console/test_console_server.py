@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -27,7 +27,13 @@ async def serve_text(scope: Scope, receive: Receive, send: Send) -> None:
     await send_text(send, 200, "served")
 
 
-@asynccontextmanager
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
 async def console_server(head_timeout_s: float) -> AsyncIterator[int]:
     """Serves in the block; gives the port."""
     listen_socket = listen("127.0.0.1", 0)
@@ -55,7 +61,7 @@ async def test_a_connection_without_a_whole_request_is_closed(port: int, sent: b
     writer.write(sent)
     async with asyncio.timeout(5.0):
         assert await reader.read() == b""
-    writer.close()
+    await close(writer)
 
 
 @pytest.mark.slow
@@ -79,4 +85,4 @@ async def test_connections_above_the_limit_are_closed_at_once() -> None:
         async with asyncio.timeout(5.0):
             assert await opened[-1][0].read() == b""
         for _, writer in opened:
-            writer.close()
+            await close(writer)
