@@ -17,6 +17,8 @@ from common.request.preprocessed.codecs import LOCAL, U32, U64, BytesCodec
 
 # Of `Query.exclusion_reasons`.
 REASONS_MAX, REASON_CHARS_MAX = 64, 160
+# Begins the request ids of canaries, which frontends send by themselves.
+CANARY_ID_PREFIX = "canary-"
 
 
 class Placement(NamedTuple):

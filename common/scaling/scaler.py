@@ -102,9 +102,11 @@ class PoolScaler:
         return count, Reason.PENDING
 
     def _is_idle(self, sample: PoolSample, now: float) -> bool:
-        """Returns whether the pool may sleep. Without reports its requests are unknown."""
+        """Returns whether the pool may sleep. Without reports its requests are unknown. A request
+        that began and ended between two samples had a first token."""
         is_unknown = sample.reporting < sample.present
-        if sample.in_flight or sample.awaiting or is_unknown:
+        is_used = sample.in_flight or sample.awaiting or sample.ttft_s is not None
+        if is_used or is_unknown:
             self._idle_since = None
             return False
         if self._idle_since is None:

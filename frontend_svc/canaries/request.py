@@ -6,7 +6,7 @@ import os
 
 import orjson
 
-from common.request.placement import Query
+from common.request.placement import CANARY_ID_PREFIX, Query
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.models.catalog import Engine
@@ -42,7 +42,7 @@ async def make_canary(
         request = await _prepare(table, model)
     query = Query(engine.name, 0 if is_split else len(request.token_ids))
     plan = RequestPlan(
-        request_id=f"canary-{os.urandom(12).hex()}",
+        request_id=f"{CANARY_ID_PREFIX}{os.urandom(12).hex()}",
         request=request,
         deadline=now + config.canary_timeout_s,
         attempts_max=config.attempts_max,

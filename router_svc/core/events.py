@@ -36,9 +36,8 @@ class RouterEvents:
     def __init__(self) -> None:
         # The fleet: the set of workers, or what one advertises, changed.
         self.fleet_changed: Event[[]] = Event()
-        # The load tracker: a request of a model has its first token, so many seconds after its
-        # booking here.
-        self.first_token: Event[[str, float]] = Event()
+        # The load tracker: a request has its first token, so many seconds after its booking here.
+        self.first_token: Event[[Booking, float]] = Event()
         # The load tracker: the load of a rank may have decreased.
         self.capacity_freed: Event[[Placement]] = Event()
         # A booking owned here was made, changed or given up, or a booking was freed by a request

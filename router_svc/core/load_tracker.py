@@ -129,7 +129,7 @@ class LoadTracker:
             self._apply_load(entry, -1)
             self._record_prefill_done(booking)
             entry.prefill_done = True
-            self.events.first_token(booking.model, self.ranks.now - entry.made_at)
+            self.events.first_token(booking, self.ranks.now - entry.made_at)
             entry.booking = replace(booking, prefill_tokens=0, revision=booking.revision + 1)
             self._apply_load(entry, +1)
             self.ranks.discard_if_empty(booking.prefill)

@@ -4,8 +4,8 @@
   booked prompts take, over DRAIN_S. Both from bookings, so an engine need not report its rate.
 - itl: time over engine steps, between ticks at which the engine had requests: each of its requests
   gets a token a step.
-- ttft: from booking to first token, of the requests whose frontends have their session here. What
-  waits in the queue before counts as `queue_s`.
+- ttft: from booking to first token, of the requests whose frontends have their session here, but
+  not of canaries: they keep no pool awake. What waits in the queue before counts as `queue_s`.
 
 A tick takes a few microseconds a rank.
 """
@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from common.kv.load import Load
 from common.registry.instances import Role
-from common.request.placement import Placement
+from common.request.placement import CANARY_ID_PREFIX, Placement
 from common.scaling.pool import PoolSample
+from router_svc.core.booking import Booking
 from router_svc.core.candidate import Candidate
 from router_svc.core.router import Router
 
@@ -167,10 +168,12 @@ class PoolObserver:
             queue.tokens += queued.query.total_tokens
         return found
 
-    def _on_first_token(self, model: str, seconds: float) -> None:
-        known = self._first_tokens.get(model)
+    def _on_first_token(self, booking: Booking, seconds: float) -> None:
+        if booking.key.request_id.startswith(CANARY_ID_PREFIX):
+            return
+        known = self._first_tokens.get(booking.model)
         if known is None:
-            known = self._first_tokens[model] = deque(maxlen=FIRST_TOKENS_MAX)
+            known = self._first_tokens[booking.model] = deque(maxlen=FIRST_TOKENS_MAX)
         known.append(seconds)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,28 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_and_resolves() -> None:
             [promtool, *command], cwd=FOLDER, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_sleeping_model_does_not_page_and_a_waking_one_does(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool: apt-get install prometheus; make dashboards-check requires it")
+    asleep = 'kvmesh_router_pool_asleep{model="sim",role="decode"}'
+    series = {'kvmesh_frontend_canary_success{model="sim"}': "0x20", asleep: "1x10 0x10"}
+    annotations = {"summary": "sim is not served", "runbook_url": "docs/runbook.md#modelnotserved"}
+    page = {"exp_labels": {"severity": "page", "model": "sim"}, "exp_annotations": annotations}
+    expected = (("9m", []), ("18m", [page]))
+    checks = [
+        {"eval_time": time, "alertname": "ModelNotServed", "exp_alerts": alerts}
+        for time, alerts in expected
+    ]
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": inputs, "alert_rule_test": checks}
+    file = tmp_path / "test.yml"
+    file.write_text(json.dumps({"rule_files": [str(FOLDER / "alerts.yml")], "tests": [test]}))
+    done = subprocess.run([promtool, "test", "rules", file], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_query_with_a_wrong_metric_or_label_is_found() -> None:

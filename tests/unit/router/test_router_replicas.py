@@ -12,7 +12,7 @@ import pytest
 from common.errors import InvalidRequest
 from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.registry.instances import Instance
-from common.request.placement import Query
+from common.request.placement import CANARY_ID_PREFIX, Query
 from common.scaling.pool import Advice, Reason, ScalingSettings
 from router_svc.core.admission import QueueSettings
 from router_svc.core.decision import DecisionRecord
@@ -212,6 +212,23 @@ def test_a_guessed_pool_ends_when_the_workers_of_the_model_have_other_roles() ->
     bed.see(worker(1, role="prefill"), worker(2, role="decode"))
     bed.tick(6)
     assert [key.role for key, _ in bed.replicas] == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize(("prefix", "count"), [("", 1), (CANARY_ID_PREFIX, 0)])
+def test_short_requests_keep_a_pool_awake_and_canaries_do_not(prefix: str, count: int) -> None:
+    bed = Bed(1, ScalingSettings(floor=0, sleep_after_s=60))
+    tracker = bed.router.load_tracker
+
+    def request() -> None:
+        """One that begins and ends between two samples, twice a minute."""
+        if bed.now % 30 == 3:
+            name = key(int(bed.now))._replace(request_id=f"{prefix}{bed.now}")
+            bed.router.admit(Query("m", 100), name, bed.now, Random(1), bed.session)
+            tracker.mark_prefill_done(name)
+            assert tracker.free(name)
+
+    bed.tick(150, request)
+    assert bed.advice.replicas == count
 
 
 def test_a_guessed_pool_ends_when_no_frontend_names_its_model() -> None:

@@ -53,12 +53,13 @@ def _burn(name: str, factor: float, windows: tuple[str, str], lasts: str, fault_
 ALERTS = (
     Alert(
         "ModelNotServed",
-        "min by (model) (kvmesh_frontend_canary_success) == 0",
+        "min by (model) (kvmesh_frontend_canary_success) == 0"
+        " unless on (model) min by (model) (kvmesh_router_pool_asleep) == 1",
         "30s",
         "page",
         "{{ $labels.model }} is not served",
         "The canary of a frontend, a request through router and worker to one token, fails; or the"
-        " model is configured and has no worker.",
+        " model is configured and has no worker, unless routers let it sleep.",
         (
             "`canaries` in `/health` of the frontend: the stage that fails, and the reason.",
             "`kvmesh_frontend_canary_failures_total` by stage: all frontends, or one?",
