@@ -79,6 +79,8 @@ def row(prediction: Prediction, targets: Targets) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    if not args.speed > 0:
+        parser.error(f"--speed must be above 0, not {args.speed:g}")
     try:
         speeds = parse_speeds(args.speeds.read_text())
         requests = at_speed(spread_arrivals(load_trace(args.trace)[: args.requests]), args.speed)

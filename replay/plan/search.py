@@ -102,7 +102,7 @@ def search(
 ) -> Iterator[Prediction]:
     """Yields the predictions of fleets from the smallest on; ends with the smallest size at which
     one meets the targets, or at `workers_max`. splits: also prefill and decode workers."""
-    for count in range(fewest(requests, speeds), workers_max + 1):
+    for count in range(fewest(requests, speeds, targets), workers_max + 1):
         is_met = False
         for fleet in fleets(count, splits=splits):
             prediction, _ = predict(fleet, requests, speeds, worker)
@@ -120,9 +120,10 @@ def fleets(count: int, *, splits: bool) -> Iterator[Fleet]:
             yield Fleet(prefill=prefill, decode=count - prefill)
 
 
-def fewest(requests: Sequence[TraceRequest], speeds: Speeds) -> int:
-    """Returns a lower bound of the workers, by the prompts that share nothing with others."""
-    span_s = max(1.0, requests[-1].at_s)
+def fewest(requests: Sequence[TraceRequest], speeds: Speeds, targets: Targets) -> int:
+    """Returns a lower bound of the workers, by the prompts that share nothing with others: the last
+    one may take until the target of TTFT."""
+    span_s = max(1.0, requests[-1].at_s + targets.ttft_s)
     known: set[int] = set()
     tokens = 0
     for request in requests:

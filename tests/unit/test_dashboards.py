@@ -116,10 +116,9 @@ def test_a_sleeping_model_does_not_page_and_a_waking_one_does(tmp_path: Path) ->
     series = {'kvmesh_frontend_canary_success{model="sim"}': "0x20", asleep: "1x10 0x10"}
     annotations = {"summary": "sim is not served", "runbook_url": "docs/runbook.md#modelnotserved"}
     page = {"exp_labels": {"severity": "page", "model": "sim"}, "exp_annotations": annotations}
-    expected = (("9m", []), ("18m", [page]))
     checks = [
-        {"eval_time": time, "alertname": "ModelNotServed", "exp_alerts": alerts}
-        for time, alerts in expected
+        {"eval_time": time, "alertname": "ModelNotServed", "exp_alerts": [page] if fires else []}
+        for time, fires in (("9m", False), ("18m", True))
     ]
     inputs = [{"series": name, "values": values} for name, values in series.items()]
     test = {"interval": "1m", "input_series": inputs, "alert_rule_test": checks}

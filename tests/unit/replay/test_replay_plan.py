@@ -61,8 +61,16 @@ def test_a_plan_has_the_fewest_workers_that_meet_the_targets() -> None:
     best = cheapest(found, targets)
     assert best is not None
     assert best.fleet == Fleet(aggregated=3)
-    assert [one.fleet.workers for one in found] == [2, 3]
-    assert fewest(requests, SPEEDS) == 2
+    assert [one.fleet.workers for one in found] == [1, 2, 3]
+    assert fewest(requests, SPEEDS, Targets(0.0, 0.2)) == 2
+
+
+def test_prompts_that_arrive_at_once_have_until_the_target() -> None:
+    """12 prompts take 4 s of work."""
+    requests, targets = arrivals(1000.0, 12), Targets(6.0, 10.0)
+    (found,) = search(requests, SPEEDS, WORKER, targets, 8, splits=False)
+    assert found.fleet == Fleet(aggregated=1)
+    assert found.meets(targets)
 
 
 def test_split_workers_win_where_a_prompt_may_not_delay_tokens() -> None:
@@ -108,6 +116,9 @@ def test_the_command_prints_a_plan_and_its_replays(
     assert "1 aggregated: the fewest workers" in capsys.readouterr().out
     assert main([*flags, "--ttft-s", "0.001", "--max-workers", "2"]) == 1
     assert "no fleet of up to 2 workers" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*flags, "--ttft-s", "1", "--speed", "0"])
+    assert "--speed must be above 0, not 0" in capsys.readouterr().err
     speeds.write_text("")
     with pytest.raises(SystemExit):
         main([*flags, "--ttft-s", "1"])
