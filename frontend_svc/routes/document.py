@@ -86,8 +86,11 @@ def _path_parameters(path: str) -> Iterator[Json]:
 
 def _query_parameters(query: type[BaseModel] | None) -> Iterator[Json]:
     if query is not None:
-        for name, schema in query.model_json_schema()["properties"].items():
-            yield {"name": name, "in": "query", "schema": _clean(schema)}
+        found = query.model_json_schema()
+        required = found.get("required", ())
+        for name, schema in found["properties"].items():
+            parameter = {"name": name, "in": "query", "schema": _clean(schema)}
+            yield parameter | ({"required": True} if name in required else {})
 
 
 def _response_schema(operation: Operation) -> Json:
