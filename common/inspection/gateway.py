@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 # Any: JSON.
@@ -114,7 +114,27 @@ async def chat(
 async def chat_chunks(
     http: httpx.AsyncClient, url: str, body: dict[str, object], timeout_s: float | None = None
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yields the events of a streamed chat.
+    """Yields the events of a streamed chat. Raises as `stream_events`, and for another event."""
+    events = stream_events(http, f"{url}/v1/chat/completions", body, timeout_s, kind="chat")
+    async with aclosing(events):
+        async for chunk in events:
+            try:
+                chunk_text(chunk)
+            except (LookupError, TypeError, AttributeError):
+                text = json.dumps(chunk)[:ERROR_CHARS_MAX]
+                raise GatewayError(f"not a chat chunk: {text}") from None
+            yield chunk
+
+
+async def stream_events(
+    http: httpx.AsyncClient,
+    url: str,
+    body: Mapping[str, object],
+    timeout_s: float | None = None,
+    *,
+    kind: str,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yields the events of the streamed response to a POST. kind: names them in errors.
 
     Raises GatewayError for an error status, an error event, a truncated stream, or a stream that
     takes longer than `timeout_s`.
@@ -122,7 +142,7 @@ async def chat_chunks(
     try:
         async with (
             asyncio.timeout(timeout_s),
-            http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+            http.stream("POST", url, json=body) as response,
         ):
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
@@ -134,7 +154,7 @@ async def chat_chunks(
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
                     return
-                yield _parse_chunk(data)
+                yield _parse_event(data, kind)
     except httpx.HTTPError as error:
         raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
     except TimeoutError as error:
@@ -147,12 +167,13 @@ def chunk_text(chunk: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
-def _parse_chunk(data: str) -> dict[str, Any]:
+def _parse_event(data: str, kind: str) -> dict[str, Any]:
     try:
-        chunk: dict[str, Any] = json.loads(data)
-        if "error" in chunk:
-            raise GatewayError(f"error in the stream: {data[:ERROR_CHARS_MAX]}")
-        chunk_text(chunk)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise GatewayError(f"not a chat chunk: {data[:ERROR_CHARS_MAX]}") from None
-    return chunk
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise GatewayError(f"not a {kind} chunk: {data[:ERROR_CHARS_MAX]}")
+    if "error" in event:
+        raise GatewayError(f"error in the stream: {data[:ERROR_CHARS_MAX]}")
+    return event

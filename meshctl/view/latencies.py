@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from common.inspection.gateway import ERROR_CHARS_MAX, GatewayError
+from common.inspection.gateway import GatewayError, stream_events
 
 PROMPT_TOKENS = (64, 512, 2048, 4096)
 PROMPT_REPEATS = 5
@@ -85,31 +86,16 @@ class LatencyProbe:
         }
         started_at, first_s, last_s = time.perf_counter(), 0.0, 0.0
         tokens, worker = 0, ""
-        try:
-            async with (
-                asyncio.timeout(_TIMEOUT_S),
-                self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response,
-            ):
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    problem = f"status {response.status_code}: {text[:ERROR_CHARS_MAX]}"
-                    raise GatewayError(problem, response.status_code)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise GatewayError(f"error in the stream: {line[:ERROR_CHARS_MAX]}")
-                    now_s = time.perf_counter() - started_at
-                    if chunk.get("usage"):
-                        tokens = chunk["usage"]["completion_tokens"]
-                    elif chunk.get("choices"):
-                        first_s, last_s = first_s or now_s, now_s
-                    worker = _worker_of(chunk) or worker
-        except httpx.HTTPError as error:
-            raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
-        except TimeoutError as error:
-            raise GatewayError(f"no whole response within {_TIMEOUT_S:g} s") from error
+        url = f"{self._url}/v1/completions"
+        events = stream_events(self._http, url, body, _TIMEOUT_S, kind="completion")
+        async with aclosing(events):
+            async for chunk in events:
+                now_s = time.perf_counter() - started_at
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+                elif chunk.get("choices"):
+                    first_s, last_s = first_s or now_s, now_s
+                worker = _worker_of(chunk) or worker
         if not tokens:
             raise GatewayError("the stream ended without usage")
         return _Course(first_s, last_s, tokens, worker)
