@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from common.usage import UsageCounts
 from console_svc.charts.bars import Part, stacked_bars
 from console_svc.charts.style import (
     ACCENT,
@@ -17,7 +18,7 @@ from console_svc.charts.style import (
     value_axis,
 )
 from console_svc.charts.units import count, percent, plural
-from console_svc.state.tenants import TenantView, Usage
+from console_svc.state.tenants import TenantView
 
 ROWS_MAX = 20
 """Bars; the table has all tenants."""
@@ -85,10 +86,10 @@ def shares(tenants: Sequence[TenantView]) -> Option:
     )
 
 
-def usage(noun: str, used: Mapping[str, Usage]) -> Option:
+def usage(noun: str, used: Mapping[str, UsageCounts]) -> Option:
     """Returns a bar for each name: prompt tokens computed, prompt tokens from the cache, output."""
-    largest = sorted(used.items(), key=lambda item: -total(item[1]))[:ROWS_MAX]
-    computed = [max(0.0, u.prompt_tokens - u.cached_tokens) for _, u in largest]
+    largest = sorted(used.items(), key=lambda item: -item[1].tokens)[:ROWS_MAX]
+    computed = [max(0, u.prompt_tokens - u.cached_tokens) for _, u in largest]
     cached = [u.cached_tokens for _, u in largest]
     output = [u.output_tokens for _, u in largest]
     parts = [
@@ -98,10 +99,6 @@ def usage(noun: str, used: Mapping[str, Usage]) -> Option:
         )
     ]
     return stacked_bars(f"Tokens by {noun}", [name or "(none)" for name, _ in largest], parts)
-
-
-def total(used: Usage) -> float:
-    return used.prompt_tokens + used.output_tokens
 
 
 def _describe(tenant: TenantView) -> str:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from common.api_keys import ApiKey, KeyDocument, Tenant
-from console_svc.collect.scrape import UsageKey, add_usage
-from console_svc.state.tenants import Key, Tenants, TenantView, Usage
+from common.usage import UsageCounts, UsageKey
+from console_svc.state.tenants import Key, Tenants, TenantView
 
 # Of the shares of tenants.
 SHARE_WINDOW_S = 60.0
@@ -24,7 +24,7 @@ class TenantShares:
         self._used: dict[str, float] = {}
         self._totals: deque[tuple[float, Mapping[str, float]]] = deque()
 
-    def add(self, now_s: float, usages: Mapping[str, Mapping[UsageKey, Usage]]) -> None:
+    def add(self, now_s: float, usages: Mapping[str, Mapping[UsageKey, UsageCounts]]) -> None:
         """Keeps the counts of a moment. now_s: of a monotonic clock. usages: by frontend, since its
         start; one without a count before starts with this one."""
         before, self._counted = self._counted, {n: _tokens(usage) for n, usage in usages.items()}
@@ -47,18 +47,17 @@ class TenantShares:
         return {name: tokens for name, tokens in used.items() if tokens > 0}
 
 
-def _tokens(usage: Mapping[UsageKey, Usage]) -> dict[str, float]:
+def _tokens(usage: Mapping[UsageKey, UsageCounts]) -> dict[str, float]:
     """Returns the tokens by tenant."""
     tokens: dict[str, float] = {}
     for key, used in usage.items():
-        of_key = used.prompt_tokens + used.output_tokens
-        tokens[key.tenant] = tokens.get(key.tenant, 0.0) + of_key
+        tokens[key.tenant] = tokens.get(key.tenant, 0.0) + used.tokens
     return tokens
 
 
 def view_tenants(
     document: KeyDocument | None,
-    usage: Mapping[UsageKey, Usage],
+    usage: Mapping[UsageKey, UsageCounts],
     recent: Mapping[str, float],
     *,
     can_revoke: bool,
@@ -72,7 +71,7 @@ def view_tenants(
     - now_s: Unix seconds.
     """
     known = {} if document is None else document.tenants
-    by_tenant: dict[str, dict[UsageKey, Usage]] = {}
+    by_tenant: dict[str, dict[UsageKey, UsageCounts]] = {}
     for key, used in usage.items():
         by_tenant.setdefault(key.tenant, {})[key] = used
     total = sum(recent.values())
@@ -99,13 +98,13 @@ def view_tenants(
 def _view(
     name: str,
     tenant: Tenant,
-    used: Mapping[UsageKey, Usage] | None,
+    used: Mapping[UsageKey, UsageCounts] | None,
     recent_share: float | None,
     fair_share: float | None,
     now_s: float,
 ) -> TenantView:
     counts = {} if used is None else used
-    total = sum_by(counts, lambda _: "").get("", Usage())
+    total = sum_by(counts, lambda _: "").get("", UsageCounts())
     limits = tenant.limits
     return TenantView(
         name=name,
@@ -124,13 +123,13 @@ def _view(
 
 
 def sum_by(
-    usage: Mapping[UsageKey, Usage], group: Callable[[UsageKey], str | None]
-) -> dict[str, Usage]:
+    usage: Mapping[UsageKey, UsageCounts], group: Callable[[UsageKey], str | None]
+) -> dict[str, UsageCounts]:
     """Returns the sums of groups. group: returns the name; None: it does not count."""
-    sums: dict[str, Usage] = {}
+    sums: dict[str, UsageCounts] = {}
     for key, used in usage.items():
         if (name := group(key)) is not None:
-            sums[name] = add_usage(sums.get(name, Usage()), used)
+            sums[name] = sums.get(name, UsageCounts()) + used
     return sums
 
 

@@ -63,9 +63,9 @@ COLUMNS: Sequence[Column[TenantView]] = (
     Column(
         "failed",
         "Failed",
-        lambda t: count(t.usage.failed) if t.usage else NONE,
-        lambda t: t.usage.failed if t.usage else None,
-        tone=lambda t: "warn" if t.usage and t.usage.failed else "",
+        lambda t: count(t.usage.failed_requests) if t.usage else NONE,
+        lambda t: t.usage.failed_requests if t.usage else None,
+        tone=lambda t: "warn" if t.usage and t.usage.failed_requests else "",
         is_number=True,
     ),
     Column(

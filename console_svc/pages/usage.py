@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from nicegui import ui
 
+from common.usage import UsageCounts
 from console_svc.charts.bars import height_px
-from console_svc.charts.tenants import ROWS_MAX, total
+from console_svc.charts.tenants import ROWS_MAX
 from console_svc.charts.tenants import usage as usage_chart
 from console_svc.charts.units import NONE, count, percent
 from console_svc.pages.figure import Figure
@@ -17,7 +18,7 @@ from console_svc.pages.paging import Column
 from console_svc.pages.parts import Empty, Notice, Tiles, box, choice, section
 from console_svc.pages.table import Table
 from console_svc.state.console_state import ConsoleState
-from console_svc.state.tenants import Tenants, TenantView, Usage
+from console_svc.state.tenants import Tenants, TenantView
 
 _EMPTY = (
     "No usage yet",
@@ -40,10 +41,10 @@ class _Row:
 
     tenant: str
     name: str
-    used: Usage
+    used: UsageCounts
 
 
-def _number(name: str, label: str, value: Callable[[Usage], float]) -> Column[_Row]:
+def _number(name: str, label: str, value: Callable[[UsageCounts], float]) -> Column[_Row]:
     return Column(
         name, label, lambda row: count(value(row.used)), lambda row: value(row.used), is_number=True
     )
@@ -53,11 +54,11 @@ COLUMNS: Sequence[Column[_Row]] = (
     Column("tenant", "Tenant", lambda row: row.tenant or NONE, lambda row: row.tenant),
     Column("name", "Model, key or adapter", lambda row: row.name or "all", lambda row: row.name),
     _number("requests", "Requests", lambda used: used.requests),
-    _number("failed", "Failed", lambda used: used.failed),
+    _number("failed", "Failed", lambda used: used.failed_requests),
     _number("prompt", "Prompt tokens", lambda used: used.prompt_tokens),
     _number("cached", "of them cached", lambda used: used.cached_tokens),
     _number("output", "Output tokens", lambda used: used.output_tokens),
-    _number("all", "All tokens", total),
+    _number("all", "All tokens", lambda used: used.tokens),
 )
 
 
@@ -95,8 +96,8 @@ class _UsagePage:
         by = str(self._by.value)
         self._problem.show(found.problem and f"Figures may be missing or old: {found.problem}")
         sums = added([tenant.usage for tenant in found.tenants if tenant.usage is not None])
-        self._empty.show(sums == Usage())
-        self._content.set_visibility(sums != Usage())
+        self._empty.show(sums == UsageCounts())
+        self._content.set_visibility(sums != UsageCounts())
         self._tiles.show(_tiles(sums))
         rows = rows_by(found, by)
         used = _grouped(rows, by)
@@ -108,10 +109,9 @@ class _UsagePage:
         self._table.show(rows)
 
 
-def added(parts: Iterable[Usage]) -> Usage:
+def added(parts: Iterable[UsageCounts]) -> UsageCounts:
     """Returns the sum."""
-    found = list(parts)
-    return Usage(**{f.name: sum(getattr(part, f.name) for part in found) for f in fields(Usage)})
+    return sum(parts, UsageCounts())
 
 
 def rows_by(tenants: Tenants, by: str) -> list[_Row]:
@@ -121,10 +121,10 @@ def rows_by(tenants: Tenants, by: str) -> list[_Row]:
         for tenant in tenants.tenants
         for name, used in sorted(_parts(tenant, by).items())
     ]
-    return [row for row in rows if row.used != Usage()]
+    return [row for row in rows if row.used != UsageCounts()]
 
 
-def _parts(tenant: TenantView, by: str) -> Mapping[str, Usage]:
+def _parts(tenant: TenantView, by: str) -> Mapping[str, UsageCounts]:
     match by:
         case "model":
             return tenant.by_model
@@ -135,19 +135,19 @@ def _parts(tenant: TenantView, by: str) -> Mapping[str, Usage]:
     return {} if tenant.usage is None else {"": tenant.usage}
 
 
-def _grouped(rows: Sequence[_Row], by: str) -> dict[str, Usage]:
+def _grouped(rows: Sequence[_Row], by: str) -> dict[str, UsageCounts]:
     """Returns the sums of tenants, or of models, keys or adapters of all tenants."""
-    groups: dict[str, list[Usage]] = {}
+    groups: dict[str, list[UsageCounts]] = {}
     for row in rows:
         groups.setdefault(row.tenant if by == "tenant" else row.name, []).append(row.used)
     return {name: added(parts) for name, parts in groups.items()}
 
 
-def _tiles(used: Usage) -> dict[str, tuple[str, str]]:
+def _tiles(used: UsageCounts) -> dict[str, tuple[str, str]]:
     hit = used.cached_tokens / used.prompt_tokens if used.prompt_tokens else None
     return {
-        "Requests": (count(used.requests), f"{count(used.failed)} failed"),
+        "Requests": (count(used.requests), f"{count(used.failed_requests)} failed"),
         "Prompt tokens": (count(used.prompt_tokens), f"{percent(hit)} from the cache"),
         "Output tokens": (count(used.output_tokens), ""),
-        "All tokens": (count(total(used)), ""),
+        "All tokens": (count(used.tokens), ""),
     }

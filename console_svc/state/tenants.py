@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from common.usage import UsageCounts
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -20,19 +22,6 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What was used since the frontends started."""
-
-    requests: float = 0.0
-    failed: float = 0.0
-    """Requests with an error, or whose client disconnected."""
-
-    prompt_tokens: float = 0.0
-    cached_tokens: float = 0.0
-    output_tokens: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class TenantView:
     """A tenant. Limits: None: no limit."""
 
@@ -42,14 +31,14 @@ class TenantView:
     tokens_per_min: int | None
     concurrency: int | None
     weight: float
-    usage: Usage | None
-    """None: the frontends do not count it."""
+    usage: UsageCounts | None
+    """Since the frontends started. None: they do not count it."""
 
-    by_model: Mapping[str, Usage] = field(default_factory=dict)
-    by_key: Mapping[str, Usage] = field(default_factory=dict)
+    by_model: Mapping[str, UsageCounts] = field(default_factory=dict)
+    by_key: Mapping[str, UsageCounts] = field(default_factory=dict)
     """By the id of the key."""
 
-    by_adapter: Mapping[str, Usage] = field(default_factory=dict)
+    by_adapter: Mapping[str, UsageCounts] = field(default_factory=dict)
     """By adapter; requests without one are not in it."""
 
     recent_share: float | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import NotFound
+from common.usage import UsageCounts
 from console_svc.state.actions import ChatDelta, ChatRequest, ReplayReport, ReplayRequest, ReplayRun
 from console_svc.state.members import (
     SERVING,
@@ -29,7 +30,7 @@ from console_svc.state.requests import (
     Trace,
     TraceSpan,
 )
-from console_svc.state.tenants import Key, Tenants, TenantView, Usage
+from console_svc.state.tenants import Key, Tenants, TenantView
 
 NOW_S = 1_795_000_000.0
 MODEL = "sim"
@@ -238,7 +239,7 @@ def tenant(
     name: str, share: float | None = None, fair: float | None = None, **fields: Any
 ) -> TenantView:
     key = Key(f"key_{name}", ("infer", "embeddings"), NOW_S, None, is_expired=False)
-    used = Usage(120, 2, 60_000, 30_000, 9_000)
+    used = UsageCounts(120, 2, 60_000, 30_000, 9_000)
     given: dict[str, Any] = {
         "keys": (key,),
         "requests_per_s": 20.0,
@@ -248,7 +249,7 @@ def tenant(
         "usage": used,
         "by_model": {MODEL: used},
         "by_key": {key.id: used},
-        "by_adapter": {"poet": Usage(10, 0, 2_000, 500, 400)},
+        "by_adapter": {"poet": UsageCounts(10, 0, 2_000, 500, 400)},
     }
     return TenantView(name, recent_share=share, fair_share=fair, **given | fields)
 

@@ -11,11 +11,11 @@ from common.api_keys import ApiKey, KeyDocument, Limits, Permission, Tenant
 from common.inspection.members import FAILING, MemberState
 from common.registry.instances import Instance, Snapshot, diff_snapshots
 from common.service.routable.peers import Routable, WaitingPeer
+from common.usage import UsageCounts, UsageKey
 from console_svc.collect.history import History
 from console_svc.collect.roster import EVENTS_MAX, MEMBER_POINTS, Roster, count_unhealthy
-from console_svc.collect.scrape import UsageKey, read_scrape, sum_usage
+from console_svc.collect.scrape import read_scrape, sum_usage
 from console_svc.collect.tenants import TenantShares, view_tenants
-from console_svc.state.tenants import Usage
 from kvmesh.types.v1 import load_pb2
 from tests.kit.instances import snapshot_of, worker
 
@@ -148,8 +148,8 @@ def test_a_scrape_has_traffic_and_usage_by_tenant_and_model() -> None:
     assert (sample.requests, sample.tokens, sample.inflight, sample.queued) == (7, 70, 3, 1)
     assert sample.ttft[0.1] == 7
     key = UsageKey("t", "k", "m", "")
-    assert scrape.usage[key] == Usage(requests=5.0, prompt_tokens=50.0)
-    assert scrape.usage[key._replace(adapter="l")].output_tokens == 9.0
+    assert scrape.usage[key] == UsageCounts(requests=5, prompt_tokens=50)
+    assert scrape.usage[replace(key, adapter="l")].output_tokens == 9.0
     both = sum_usage({"a": scrape, "b": scrape})
     assert both[key].requests == 10.0
 
@@ -175,9 +175,9 @@ def test_tenants_have_limits_usage_and_shares_by_weight() -> None:
         }
     )
     usage = {
-        UsageKey("a", "k1", "m", ""): Usage(prompt_tokens=40.0),
-        UsageKey("a", "k2", "m", "l"): Usage(prompt_tokens=20.0),
-        UsageKey("b", "k3", "m", ""): Usage(prompt_tokens=60.0),
+        UsageKey("a", "k1", "m", ""): UsageCounts(prompt_tokens=40),
+        UsageKey("a", "k2", "m", "l"): UsageCounts(prompt_tokens=20),
+        UsageKey("b", "k3", "m", ""): UsageCounts(prompt_tokens=60),
     }
     seen = view_tenants(
         document, usage, {"a": 30.0, "b": 10.0}, can_revoke=True, now_s=created.timestamp() + 1
@@ -195,17 +195,17 @@ def test_tenants_have_limits_usage_and_shares_by_weight() -> None:
 
 def test_shares_are_those_of_the_last_minute() -> None:
     shares = TenantShares()
-    for at_s, tokens in ((0.0, 100.0), (30.0, 150.0), (70.0, 170.0), (100.0, 190.0)):
-        shares.add(at_s, {"f": {UsageKey("a", "k", "m", ""): Usage(output_tokens=tokens)}})
+    for at_s, tokens in ((0.0, 100), (30.0, 150), (70.0, 170), (100.0, 190)):
+        shares.add(at_s, {"f": {UsageKey("a", "k", "m", ""): UsageCounts(output_tokens=tokens)}})
     assert shares.recent() == {"a": 40.0}
 
 
 def test_shares_count_nothing_twice_after_a_failed_scrape_or_a_restart() -> None:
     shares = TenantShares()
-    of = {t: {UsageKey(t, "k", "m", ""): Usage(output_tokens=5000.0)} for t in ("a", "b")}
+    of = {t: {UsageKey(t, "k", "m", ""): UsageCounts(output_tokens=5000)} for t in ("a", "b")}
     shares.add(0.0, {"f1": of["a"], "f2": of["b"]})
     shares.add(2.0, {"f1": of["a"]})
     shares.add(4.0, {"f1": of["a"], "f2": of["b"]})
     assert shares.recent() == {}
-    shares.add(6.0, {"f1": {UsageKey("a", "k", "m", ""): Usage(output_tokens=7.0)}})
+    shares.add(6.0, {"f1": {UsageKey("a", "k", "m", ""): UsageCounts(output_tokens=7)}})
     assert shares.recent() == {"a": 7.0}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from common.usage import UsageCounts
 from console_svc.charts.curves import POINTS_MAX, Line, lines, thinned
 from console_svc.charts.index import COLUMNS, fill, heat, heat_height_px, tiers
 from console_svc.charts.replay import hit_rates, quantiles
@@ -14,7 +15,6 @@ from console_svc.charts.tenants import jain_index, shares, usage
 from console_svc.charts.tokens import PIECES_MAX, arrivals
 from console_svc.charts.units import number
 from console_svc.state.actions import ReplayRun
-from console_svc.state.tenants import Usage
 from tests.kit.console import candidate, curve, explanation, source, tenant
 
 
@@ -79,7 +79,7 @@ def test_shares_have_a_mark_at_the_fair_share() -> None:
 
 
 def test_usage_separates_cached_from_computed_prompt_tokens() -> None:
-    option = usage("tenant", {"acme": Usage(1, 0, 100, 40, 7)})
+    option = usage("tenant", {"acme": UsageCounts(1, 0, 100, 40, 7)})
     values = [s["data"][0]["value"] for s in option["series"]]
     assert values == [60, 40, 7]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from common.usage import UsageCounts
 from console_svc.pages.usage import added, rows_by
-from console_svc.state.tenants import Tenants, Usage
+from console_svc.state.tenants import Tenants
 from tests.kit.console import tenant
 
 
@@ -15,11 +16,12 @@ def test_each_dimension_has_a_row_a_tenant_and_name() -> None:
 
 
 def test_a_tenant_without_usage_has_no_row() -> None:
-    unused = tenant("new", usage=Usage(), by_model={"sim": Usage()})
+    unused = tenant("new", usage=UsageCounts(), by_model={"sim": UsageCounts()})
     assert rows_by(Tenants(tenants=(unused,)), "tenant") == []
     assert rows_by(Tenants(tenants=(unused,)), "model") == []
 
 
 def test_sums_add_each_field() -> None:
-    assert added([Usage(1, 2, 3, 4, 5), Usage(10, 20, 30, 40, 50)]) == Usage(11, 22, 33, 44, 55)
-    assert added([]) == Usage()
+    parts = [UsageCounts(1, 2, 3, 4, 5), UsageCounts(10, 20, 30, 40, 50)]
+    assert added(parts) == UsageCounts(11, 22, 33, 44, 55)
+    assert added([]) == UsageCounts()
