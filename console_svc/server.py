@@ -1,12 +1,10 @@
-"""The HTTP server of the pages: uvicorn on a socket of ours."""
+"""The HTTP server of the pages."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import socket
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import Conflict
 from common.runtime.certificates import CertificateFiles
+from common.service.socket_server import SocketServer
 from console_svc.access.gate import AsgiApp
 
 BACKLOG: Final = 512
@@ -22,7 +21,6 @@ BACKLOG: Final = 512
 MESSAGE_BYTES_MAX: Final = 1 << 20
 # Messages that a websocket queues for the application.
 MESSAGES_MAX: Final = 32
-HANDSHAKE_TIMEOUT_S: Final = 10.0
 IDLE_CONNECTION_S: Final = 75
 # From the connection, or the first byte of a request, to the end of its headers.
 HEAD_TIMEOUT_S: Final = 10.0
@@ -30,8 +28,8 @@ HEAD_TIMEOUT_S: Final = 10.0
 REFUSED_MAX: Final = 64
 
 
-class ConsoleServer(uvicorn.Server):
-    """Serves the pages until `should_exit` is set. The lifecycle owns the signals."""
+class ConsoleServer(SocketServer):
+    """Serves the pages until `should_exit` is set."""
 
     def __init__(
         self,
@@ -43,7 +41,6 @@ class ConsoleServer(uvicorn.Server):
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         """certificates: for TLS; None: plain HTTP."""
-        self._context = None if certificates is None else certificates.server_context()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -65,39 +62,9 @@ class ConsoleServer(uvicorn.Server):
                 ws_max_queue=MESSAGES_MAX,
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=max(1, math.ceil(drain_s)),
-            )
+            ),
+            certificates,
         )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        if self.should_exit:
-            return  # The application did not start.
-        loop = asyncio.get_running_loop()
-
-        def make_protocol() -> asyncio.Protocol:
-            # Any: its parameters are those of an implementation.
-            protocol: Any = self.config.http_protocol_class
-            made: asyncio.Protocol = protocol(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-                _loop=loop,
-            )
-            return made
-
-        for listen_socket in sockets or ():
-            server = await loop.create_server(
-                make_protocol,
-                sock=listen_socket,
-                ssl=self._context,
-                ssl_handshake_timeout=None if self._context is None else HANDSHAKE_TIMEOUT_S,
-                backlog=BACKLOG,
-            )
-            self.servers.append(server)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _BoundedProtocol(HttpToolsProtocol):

@@ -1,10 +1,8 @@
-"""The HTTP server: uvicorn on a socket of ours. No other module imports uvicorn.
+"""The HTTP server of the API.
 
-Beyond ASGI and the public classes `uvicorn.Config` and `uvicorn.Server`, these parts of uvicorn are
-relied on. pyproject.toml pins its version, because none of them is stable between versions.
+Beyond ASGI and what `common/service/socket_server.py` states, these parts of uvicorn are relied on.
+pyproject.toml pins its version, because none of them is stable between versions.
 
-- `Server`: `startup` (with an empty list of sockets it opens none), `servers`, `server_state`,
-  `lifespan.state`, `config.http_protocol_class`, `capture_signals`, `should_exit`.
 - `HttpToolsProtocol`, callbacks of asyncio: `connection_made`, `connection_lost`, `data_received`,
   `pause_writing`, `resume_writing`.
 - `HttpToolsProtocol`, callbacks of the parser: `on_message_begin`, `on_header`,
@@ -25,10 +23,8 @@ that a task must wait for. A `ClientConnection` writes from a callback and calls
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any, Final
 
@@ -37,6 +33,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.runtime.certificates import CertificateFiles
+from common.service.socket_server import SocketServer
 from frontend_svc.edge.asgi import (
     CONNECTION,
     JSON_HEADER,
@@ -54,8 +51,6 @@ BACKLOG: Final = 4096
 # Clients and load balancers close idle connections after 4 to 60 s. If the server closed one first,
 # a request that the client sends at the same moment would be lost.
 IDLE_CONNECTION_S: Final = 75
-# uvicorn has no limit of its own, and asyncio's is 60 s.
-HANDSHAKE_TIMEOUT_S: Final = 10.0
 # Time for the last bytes of aborted responses to reach their clients.
 FINAL_WRITE_TIMEOUT_S: Final = 1.0
 # The request line and the headers of a request, together; as Envoy's edge defaults.
@@ -73,8 +68,8 @@ PIPELINED_BODY_BYTES_MAX: Final = 1 << 20
 log = structlog.get_logger()
 
 
-class HttpServer(uvicorn.Server):
-    """Serves an API until `should_exit` is set. The lifecycle owns the signals."""
+class HttpServer(SocketServer):
+    """Serves an API until `should_exit` is set."""
 
     def __init__(
         self,
@@ -85,7 +80,6 @@ class HttpServer(uvicorn.Server):
         certificates: CertificateFiles | None = None,
     ) -> None:
         """certificates: for TLS; None: plain HTTP."""
-        self._context = None if certificates is None else certificates.server_context()
         protocol = partial(BoundedProtocol, connections_max=connections_max)
         super().__init__(
             uvicorn.Config(
@@ -102,40 +96,15 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 # Longer than `drain` waits: aborted responses still send their error.
                 timeout_graceful_shutdown=math.ceil(drain_s + FINAL_WRITE_TIMEOUT_S),
-            )
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        loop = asyncio.get_running_loop()
-
-        def make_protocol() -> asyncio.Protocol:
-            # mypy: any callable that makes a protocol.
-            return self.config.http_protocol_class(  # type: ignore[call-arg]
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-                _loop=loop,
-            )
-
-        for listen_socket in sockets or ():
-            server = await loop.create_server(
-                make_protocol,
-                sock=listen_socket,
-                ssl=self._context,
-                ssl_handshake_timeout=None if self._context is None else HANDSHAKE_TIMEOUT_S,
                 backlog=BACKLOG,
-            )
-            self.servers.append(server)
+            ),
+            certificates,
+        )
 
     def stop_accepting(self) -> None:
         """Accepts no more connections; those that are open continue."""
         for server in self.servers:
             server.close()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _TooManyRequests(Exception):

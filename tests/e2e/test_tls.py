@@ -20,6 +20,7 @@ from common.rpc import channel as rpc
 from common.rpc.stream import open_stream
 from common.runtime.certificates import CertificateFiles
 from common.runtime.member_key import MemberKey, MemberKeys
+from common.service import socket_server
 from frontend_svc.edge import server
 from frontend_svc.edge.asgi import Receive, Scope, Send
 from frontend_svc.edge.sockets import listen
@@ -324,7 +325,7 @@ async def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
     async def api(_scope: Scope, _receive: Receive, _send: Send) -> None:
         raise AssertionError("no request")
 
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(socket_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     cert, key = Authority(tmp_path / "ca").issue("http")
     files = CertificateFiles({"http_tls_cert_path": cert, "http_tls_key_path": key})
     http = server.HttpServer(api, lambda: False, 1.0, 16, files)
