@@ -119,8 +119,9 @@ def open_queue(endpoint: OtlpEndpoint, files: ClientFiles) -> ExportQueue:
         endpoint=endpoint.url,
         insecure=not endpoint.is_secure,
         credentials=_credentials(files) if endpoint.is_secure else None,
-        # Without any, the SDK reads its variable, and sends what is there for another endpoint.
-        headers=endpoint.headers or " ",
+        # Without any, the SDK reads its variable, and sends what is there for another endpoint. It
+        # warns of a blank text.
+        headers=endpoint.headers or ",",
         timeout=EXPORT_TIMEOUT_S,
     )
     return ExportQueue(endpoint.url, exporter)
