@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Final, Literal, Self, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import orjson
 
@@ -26,8 +26,7 @@ DIMENSIONS: Final[tuple[Dimension, ...]] = get_args(Dimension)
 Json = Any
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class UsageKey:
+class UsageKey(NamedTuple):
     """What used the tokens. A field is also "" if the counts are not grouped by it."""
 
     tenant: str = ""
@@ -47,9 +46,9 @@ class UsageKey:
         return UsageKey(**{name: getattr(self, name) for name in by})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UsageCounts:
-    """Sums over ended requests."""
+    """Sums over ended requests. Only the owner of a sum adds to it in place."""
 
     requests: int = 0
     """Those for which a placement was requested; a refused body is none."""
@@ -72,6 +71,14 @@ class UsageCounts:
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
         )
+
+    def __iadd__(self, other: UsageCounts) -> Self:
+        self.requests += other.requests
+        self.failed_requests += other.failed_requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        return self
 
     @property
     def tokens(self) -> int:

@@ -51,6 +51,9 @@ GROUPS = {
         "frontend_svc/text/output_text.py",
         "frontend_svc/text/stop_strings.py",
         "frontend_svc/edge/connection.py",
+        "frontend_svc/endpoints/request_usage.py",
+        "frontend_svc/recent_requests/record.py",
+        "frontend_svc/usage/accounting.py",
         "frontend_svc/generation/streaming.py",
         "frontend_svc/request/handle.py",
         "frontend_svc/request/buffer.py",
@@ -58,7 +61,7 @@ GROUPS = {
 }
 
 # Modules with annotations from which codecs are derived.
-WIRE_DECLARATIONS = ("common/request/placement.py",)
+WIRE_DECLARATIONS = ("common/request/placement.py", "frontend_svc/recent_requests/record.py")
 
 
 def with_annotations(source: str) -> str:

@@ -20,13 +20,13 @@ def usage_key(ended: EndedRequest) -> UsageKey:
 def usage_counts(ended: EndedRequest) -> UsageCounts:
     """Returns what a request counts; NO_USE if it is none."""
     progress = ended.context.progress
-    if any(placement.is_query_only for placement in progress.placements):
-        return NO_USE
-    outcomes = [response.outcome for response in progress.responses]
-    is_cancelled = isinstance(ended.error, RequestCancelled)
+    for placement in progress.placements:
+        if placement.is_query_only:
+            return NO_USE
+    error = ended.error
     return count(
-        outcomes,
+        [response.outcome for response in progress.responses],
         progress.choices_per_prompt,
-        has_failed=ended.error is not None,
-        is_cancelled=is_cancelled,
+        has_failed=error is not None,
+        is_cancelled=isinstance(error, RequestCancelled),
     )

@@ -17,7 +17,7 @@ So the counts of complete responses are those of their `usage`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from common.request.preprocessed import CompletionUsage
 from common.usage import UsageCounts
@@ -38,36 +38,29 @@ def count(
     - outcomes: of its choices, those of one prompt after each other; None: it has not ended.
     - is_cancelled: whether its client disconnected.
     """
-    ended = [outcome for outcome in outcomes if outcome is not None]
-    if not ended:
-        return NO_USE
-    prompts = list(_computed_prompts(outcomes, choices_per_prompt, is_cancelled=is_cancelled))
-    return UsageCounts(
-        requests=1,
-        failed_requests=int(has_failed),
-        prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
-        cached_tokens=sum(map(_cached_tokens, prompts)),
-        output_tokens=sum(outcome.usage.completion_tokens for outcome in ended),
-    )
-
-
-def _computed_prompts(
-    outcomes: Sequence[RequestOutcome | None], choices_per_prompt: int, *, is_cancelled: bool
-) -> Iterator[CompletionUsage]:
-    """Yields the usage of the first choice of each prompt that counts."""
+    has_ended = False
+    prompt_tokens = cached_tokens = output_tokens = 0
     for start in range(0, len(outcomes), choices_per_prompt):
-        choices = [
-            outcome
-            for outcome in outcomes[start : start + choices_per_prompt]
-            if outcome is not None
-        ]
-        if any(_has_computed(choice, is_cancelled=is_cancelled) for choice in choices):
-            yield choices[0].usage
-
-
-def _has_computed(choice: RequestOutcome, *, is_cancelled: bool) -> bool:
-    is_delivered = choice.error is None or choice.usage.completion_tokens > 0
-    return is_delivered or (is_cancelled and bool(choice.worker_ids))
+        first: CompletionUsage | None = None
+        is_computed = False
+        for outcome in outcomes[start : start + choices_per_prompt]:
+            if outcome is None:
+                continue
+            usage = outcome.usage
+            first = usage if first is None else first
+            output_tokens += usage.completion_tokens
+            is_delivered = outcome.error is None or usage.completion_tokens > 0
+            if is_delivered or (is_cancelled and outcome.worker_ids):
+                is_computed = True
+        if first is None:
+            continue
+        has_ended = True
+        if is_computed:
+            prompt_tokens += first.prompt_tokens
+            cached_tokens += _cached_tokens(first)
+    if not has_ended:
+        return NO_USE
+    return UsageCounts(1, int(has_failed), prompt_tokens, cached_tokens, output_tokens)
 
 
 def _cached_tokens(usage: CompletionUsage) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from common.usage import DIMENSIONS, UsageCounts, UsageKey
-from frontend_svc.usage.accounting import NO_USE
 from frontend_svc.usage.store import UsageStore
 
 # Keys that a process counts apart, so that adapters and new API keys cannot create more series.
@@ -38,15 +38,18 @@ class UsageLedger:
 
     def add(self, key: UsageKey, counts: UsageCounts) -> None:
         """Counts one request."""
-        if key not in self._totals and len(self._totals) >= KEYS_MAX:
-            key = OTHER_KEY
-        self._totals[key] = self._totals.get(key, NO_USE) + counts
+        totals = self._totals.get(key)
+        if totals is None:
+            if len(self._totals) >= KEYS_MAX:
+                key = OTHER_KEY
+            totals = self._totals.setdefault(key, UsageCounts())
+        totals += counts
         self.store.put(key, counts, self._now_s())
 
     @property
     def totals(self) -> Mapping[UsageKey, UsageCounts]:
         """The counts since the start of the process."""
-        return self._totals.copy()
+        return {key: copy(counts) for key, counts in self._totals.copy().items()}
 
 
 class UsageCollector(Collector):

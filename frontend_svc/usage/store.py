@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import closing
+from copy import copy
 from dataclasses import astuple
 
 import structlog
@@ -93,10 +94,13 @@ class UsageStore:
         entry = int(now_s) // HOUR_S * HOUR_S, key
         with self._lock:
             sums = self._pending.get(entry)
-            if sums is None and len(self._pending) >= PENDING_MAX:
+            if sums is not None:
+                sums += counts
+                return
+            if len(self._pending) >= PENDING_MAX:
                 self.dropped += counts.requests
                 return
-            self._pending[entry] = counts if sums is None else sums + counts
+            self._pending[entry] = copy(counts)
         self._has_pending.set()
 
     def read(self, query: UsageQuery) -> UsagePage:
@@ -202,6 +206,7 @@ class UsageStore:
                 for entry, counts in self._pending.items():
                     pending[entry] = pending.get(entry, UsageCounts()) + counts
                 self._pending = pending
+            self._has_pending.set()
             raise
         self._pruned_hour = hour
         self.written += sum(counts.requests for counts in pending.values())
@@ -209,7 +214,7 @@ class UsageStore:
 
 def _row(item: tuple[_Entry, UsageCounts]) -> tuple[str | int, ...]:
     (hour, key), counts = item
-    return (hour, *astuple(key), *astuple(counts))
+    return (hour, *key, *astuple(counts))
 
 
 def _open(path: str) -> tuple[sqlite3.Connection, str]:
