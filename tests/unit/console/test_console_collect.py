@@ -149,7 +149,7 @@ def test_a_scrape_has_traffic_and_usage_by_tenant_and_model() -> None:
     assert sample.ttft[0.1] == 7
     key = UsageKey("t", "k", "m", "")
     assert scrape.usage[key] == UsageCounts(requests=5, prompt_tokens=50)
-    assert scrape.usage[replace(key, adapter="l")].output_tokens == 9.0
+    assert scrape.usage[key._replace(adapter="l")].output_tokens == 9.0
     both = sum_usage({"a": scrape, "b": scrape})
     assert both[key].requests == 10.0
 
