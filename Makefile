@@ -10,7 +10,7 @@ UV_COMPILE := $(BIN)/uv pip compile -q --universal --python-version 3.11 --gener
 LOCK := $(UV_COMPILE) pyproject.toml
 PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 COMPILED_TESTS := tests/contract \
 	$(addprefix tests/unit/,router indexer replay common/kv common/request common/wire worker/kv_events worker/engines frontend/text frontend/prompts frontend/openai frontend/request frontend/tools) \
 	$(addprefix tests/integration/test_,indexer_service.py publisher.py router_service.py sim_handoff.py) \
