@@ -77,7 +77,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("usepdb"):
+    # A collection runs no tests, and the process that asked for it goes on (tests/mutants).
+    if not config.getoption("usepdb") and not config.getoption("collectonly"):
         config.pluginmanager.register(Watchdog(), "watchdog")
     if config.getoption("--rows") is not None:
         TRAFFIC.install()
