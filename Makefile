@@ -146,7 +146,7 @@ router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; c
 rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` under load, six meshes (minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.rolling $(ARGS)
 
-compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, ha; last line is JSON
+compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, console, ha; last line is JSON
 	$(BIN)/python -m tests.compose $(ARGS)
 
 dashboards: $(VENV)/.dev ## Write dashboards, alerts, runbook and the reference of the metrics

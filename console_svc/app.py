@@ -96,7 +96,6 @@ class ConsoleApp:
         self.url = config.public_url or self._own_url(port)
         if self._keys is not None:
             lifecycle.spawn(self._keys.follow(), name="api keys")
-        lifecycle.spawn(self._sweep_sessions(), name="sessions")
         await self._serve(lifecycle, listen_socket)
         write_url(config.login_path, self.url)
         addresses = {"http": self.url, "otlp": rpc.join_address(config.otlp_host, otlp_port)}
@@ -139,7 +138,7 @@ class ConsoleApp:
         """Serves the pages; returns when their server accepts connections. Raises InternalError if
         it does not start."""
         # Imported here: NiceGUI takes half a second, and the settings are checked without it.
-        from console_svc.web import build_web, count_viewers
+        from console_svc.web import build_web, count_viewers, remove_unconnected_pages
 
         config, backend = self._config, self.backend
         metrics = build_metrics(
@@ -166,6 +165,7 @@ class ConsoleApp:
             certificates=self._certificates,
         )
         task = self._server_task = lifecycle.spawn(server.serve([listen_socket]), name="pages")
+        lifecycle.spawn(self._sweep(remove_unconnected_pages), name="sessions and pages")
         self._serve_metrics(metrics)
         async with asyncio.timeout(START_TIMEOUT_S):
             while not server.started:
@@ -184,10 +184,11 @@ class ConsoleApp:
                 context=None if self._certificates is None else self._certificates.server_context(),
             )
 
-    async def _sweep_sessions(self) -> None:
+    async def _sweep(self, remove_pages: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._logins.sweep()
+            remove_pages()
 
     def _health(self) -> Mapping[str, object]:
         overview = self.backend.state.overview

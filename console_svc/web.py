@@ -18,6 +18,9 @@ from console_svc.state.console_state import ConsoleState
 TITLE = "KVMesh console"
 # Messages of a page that are sent again after a broken connection.
 HISTORY_MESSAGES = 200
+# Pages that no browser is connected to, each of which takes 1 to 2 MB: those that load now, those
+# of a program without scripts, and those of broken connections.
+UNCONNECTED_MAX = 128
 
 
 def build_web(
@@ -70,6 +73,15 @@ def build_web(
         storage_secret=None,
     )
     return web
+
+
+def remove_unconnected_pages() -> None:
+    """Removes the oldest pages without a connection, so that UNCONNECTED_MAX of them remain. A
+    browser whose page is removed loads it again."""
+    unconnected = [page for page in Client.instances.values() if not page.has_socket_connection]
+    unconnected.sort(key=lambda page: page.created)
+    for page in unconnected[: max(0, len(unconnected) - UNCONNECTED_MAX)]:
+        page.delete()
 
 
 def count_viewers() -> int:

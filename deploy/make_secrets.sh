@@ -28,11 +28,18 @@ protect() {
 umask 077
 generate "$services/mesh_token"
 generate "$services/operator_token"
+generate "$services/otlp_key"
+# What exporters of spans send to the console, and to no other collector.
+printf 'http://console:8071 authorization=Bearer %s' "$(cat "$services/otlp_key")" \
+  > "$services/otlp_headers.new"
+mv "$services/otlp_headers.new" "$services/otlp_headers"
 generate "$metrics/metrics_key"
 generate_uuid "$services/consul_token"
 generate_uuid "$consul/management_token"
 protect "$services/mesh_token" 600 "$service_user"
 protect "$services/operator_token" 600 "$service_user"
+protect "$services/otlp_key" 600 "$service_user"
+protect "$services/otlp_headers" 600 "$service_user"
 protect "$services/consul_token" 640 "$service_user:$consul_group"
 protect "$metrics/metrics_key" 640 "$service_user:$prometheus_group"
 protect "$consul/management_token" 600 "$consul_user"

@@ -4,8 +4,8 @@
 
 Needs root on Debian, and the packages that it names. A base image of Debian's packages stands in
 for that of Python (BASE names another one), Debian's Consul and Prometheus and a receiver of spans
-for the images of registries. Cases: default, minimal, ha; also sglang, which is run if it is named
-(3 GB of packages). Prints one JSON line a case; the last line sums them up:
+for the images of registries. Cases: default, minimal, console, ha; also sglang, which is run if it
+is named (3 GB of packages). Prints one JSON line a case; the last line sums them up:
 
     errors, inexact    requests that failed; responses that differ from the sim model
     longest_pause_s    longest time in which a client of `ha` received nothing; null: not measured
@@ -54,7 +54,7 @@ FRONTEND_URL, SECOND_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 MESH = ("frontend", "router", "indexer", "prefill", "decode", "decode-2")
 SECOND = ("frontend-2", "router-2", "indexer-2", "prefill-2")
 STAND_INS = ("collector", "prometheus")
-BUILT = ("frontend", "router", "indexer", "worker", "mesh")
+BUILT = ("frontend", "router", "indexer", "worker", "console", "mesh")
 SGLANG = ("frontend", "router", "indexer", "sglang-prefill", "sglang-decode")
 # One of each image, in which the CPU time of the health check is measured.
 MEASURED = ("frontend", "router", "indexer", "decode")
@@ -137,10 +137,7 @@ def run_default(engine: Engine) -> Report:
             report.check(f"refusal/{name}", partial(checks.check_refusal, engine, address))
         report.check("metrics", lambda: checks.check_metrics(len(MESH)))
         report.check("hardening", lambda: checks.check_hardening(engine, MESH))
-        cpu = report.check("health", lambda: checks.health_cpu_ms(engine, MEASURED))
-        if cpu:
-            report.figures["health_cpu_ms"] = cpu
-            report.check("health/cpu", lambda: _check_below(cpu, checks.HEALTH_CPU_MAX_MS))
+        _measure_health(engine, report, MEASURED)
     return report
 
 
@@ -152,6 +149,21 @@ def run_minimal(engine: Engine) -> Report:
         if is_up:
             report.count(report.check("chats", lambda: checks.check_chats(FRONTEND_URL, 4)))
             report.check("hardening", lambda: checks.check_hardening(engine, ("mesh",)))
+    return report
+
+
+def run_console(engine: Engine) -> Report:
+    """The services of the default profile with a console, which receives their spans."""
+    report = Report("console")
+    engine.env["KVMESH_OTLP_ENDPOINT"] = "http://console:8071"
+    engine.env["KVMESH_OTLP_HEADERS_FILE"] = "/run/kvmesh/service/otlp_headers"
+    services = (*MESH, "consul", "console")
+    with started(engine, report, "--profile", "console", services=services) as is_up:
+        if is_up:
+            report.check("pages", lambda: checks.check_console(engine, FRONTEND_URL, len(MESH)))
+            report.check("hardening", lambda: checks.check_hardening(engine, ("console",)))
+            _measure_health(engine, report, ("console",))
+    engine.env.pop("KVMESH_OTLP_HEADERS_FILE")
     return report
 
 
@@ -199,9 +211,7 @@ def run_sglang(engine: Engine) -> Report:
             report.check("trace", lambda: checks.check_linked_trace(FRONTEND_URL, "tiny"))
             workers = SGLANG[-2:]
             report.check("hardening", lambda: checks.check_hardening(engine, workers))
-            cpu = report.check("health", lambda: checks.health_cpu_ms(engine, workers))
-            report.figures["health_cpu_ms"] = cpu
-            report.check("health/cpu", lambda: _check_below(cpu, checks.HEALTH_CPU_MAX_MS))
+            _measure_health(engine, report, workers)
     return report
 
 
@@ -219,6 +229,13 @@ def replace(engine: Engine, service: str) -> dict[str, Any]:
     return found
 
 
+def _measure_health(engine: Engine, report: Report, services: Sequence[str]) -> None:
+    cpu = report.check("health", lambda: checks.health_cpu_ms(engine, services))
+    if cpu:
+        report.figures["health_cpu_ms"] = cpu
+        report.check("health/cpu", lambda: _check_below(cpu, checks.HEALTH_CPU_MAX_MS))
+
+
 # Any: figures by name.
 def _check_exact(found: dict[str, Any]) -> None:
     assert not found["errors"] + found["inexact"], found
@@ -232,10 +249,11 @@ def _check_below(figures_by_name: dict[str, float], limit: float) -> None:
 CASES: dict[str, Callable[[Engine], Report]] = {
     "default": run_default,
     "minimal": run_minimal,
+    "console": run_console,
     "ha": run_ha,
     "sglang": run_sglang,
 }
-RUN_BY_DEFAULT = ("default", "minimal", "ha")
+RUN_BY_DEFAULT = ("default", "minimal", "console", "ha")
 
 
 def run_cases(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
@@ -267,7 +285,7 @@ def prepare(engine: Engine, names: Sequence[str], *, is_compiled: bool) -> dict[
     base = engine.base_image()
     times = {"base": round(time.monotonic() - begun, 1)}
     extra = tuple(name for name in names if name == "sglang")
-    times |= engine.build(base, ("ha", "minimal", *extra), is_compiled=is_compiled)
+    times |= engine.build(base, ("ha", "minimal", "console", *extra), is_compiled=is_compiled)
     print(json.dumps({"case": "build", "times_s": times}), flush=True)
     images = (*BUILT, *(f"worker-{name}" for name in extra))
     sizes = {name: engine.image_mb(f"kvmesh/{name}") for name in images}
@@ -289,7 +307,11 @@ def run_in_namespaces(work: Path, names: Sequence[str], *, is_compiled: bool) ->
     if not summary_file.exists():
         raise EngineFailed(f"the cases ended with status {done.returncode}")
     summary: dict[str, Any] = json.loads(summary_file.read_text()) | prepared
-    summary["health_cpu_ms"] = summary["cases"].get("default", {}).pop("health_cpu_ms", None)
+    summary["health_cpu_ms"] = {
+        service: cpu
+        for case in summary["cases"].values()
+        for service, cpu in case.pop("health_cpu_ms", {}).items()
+    }
     return summary
 
 

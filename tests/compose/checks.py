@@ -18,6 +18,7 @@ WAIT_S = 30.0
 HEALTH_CPU_MAX_MS = 50.0
 RECEIVER_URL = "http://127.0.0.1:4318"
 PROMETHEUS_URL = "http://127.0.0.1:9090"
+CONSOLE_URL = "http://127.0.0.1:8070"
 HEALTH_CPU = """
 import resource, subprocess
 def used():
@@ -162,6 +163,38 @@ def check_metrics(services: int) -> None:
     assert get("/api/v1/rules")["groups"], "Prometheus has the alert rules"
 
 
+def check_console(engine: Engine, chat_url: str, members: int) -> None:
+    """Logs in to the console by a link of `meshctl console`. Raises AssertionError unless pages are
+    served after the login only, and show all members and the linked spans of a chat."""
+    trace_id = uuid.uuid4().hex
+    with httpx.Client(base_url=CONSOLE_URL, timeout=WAIT_S, trust_env=False) as browser:
+
+        def page(path: str) -> str:
+            response = browser.get(path, headers={"accept": "text/html"})
+            assert response.status_code == 200, f"{path}: status {response.status_code}"
+            return response.text
+
+        assert browser.get("/").status_code == 401, "a page is served without a login"
+        link = engine.compose("exec", "-T", "console", "meshctl", "console").strip()
+        assert browser.get(link).status_code == 200, f"{link} does not log in"
+        assert httpx.get(link, trust_env=False).status_code == 403, "a link logs in twice"
+        wait_for(
+            lambda: browser.get("/health").json()["members"] == members,
+            f"the console has {members} members",
+            2 * WAIT_S,
+        )
+        overview = page("/")
+        for role in ("frontend", "router", "indexer", "prefill", "decode"):
+            assert role in overview, f"no {role} in the overview"
+        prompt = "A prompt of more than one block of KV, which prefill computes. " * 4
+        chat(chat_url, prompt, 16, traceparent=f"00-{trace_id}-00f067aa0ba902b7-01")
+        wait_for(
+            lambda: re.search(r"follows prefill on \S+: linked", page(f"/requests/{trace_id}")),
+            "the page of the request shows the link from decode to prefill",
+            WAIT_S,
+        )
+
+
 def check_status(engine: Engine, service: str, members: int) -> None:
     """Raises AssertionError unless `meshctl status` in a container shows that many members.
 
@@ -200,6 +233,6 @@ def check_consul_servers(engine: Engine, count: int) -> None:
 def logs_of(engine: Engine) -> str:
     """Returns the last lines of each container."""
     try:
-        return engine.compose("logs", "--no-color", "--tail=15")
+        return engine.compose("--profile", "*", "logs", "--no-color", "--tail=40")
     except EngineFailed as error:
         return str(error)

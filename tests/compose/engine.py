@@ -178,7 +178,12 @@ class Engine:
             started = time.monotonic()
             pip = [f"{name}={os.environ[name]}" for name in PIP_VARIABLES if name in os.environ]
             file = source / "deploy/Dockerfile"
-            args = (f"BASE={base}", f"COMPILE={'yes' if is_compiled else 'no'}", *pip)
+            args = (
+                f"BASE={base}",
+                f"SGLANG_BASE={base}",
+                f"COMPILE={'yes' if is_compiled else 'no'}",
+                *pip,
+            )
             self._build(source, file, image, target, args)
             took_s[image] = round(time.monotonic() - started, 1)
         started = time.monotonic()

@@ -12,11 +12,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 
 import httpx
 import pytest
-from nicegui import ElementFilter, ui
+from nicegui import Client, ElementFilter, ui
 from nicegui.testing.general import nicegui_reset_globals
 from nicegui.testing.user import User
 
@@ -92,6 +93,28 @@ async def test_each_page_without_data_says_what_to_do(tmp_path: Path) -> None:
         for path, expected in EMPTY_PAGES:
             await user.open(path)
             await sees(user, expected)
+
+
+async def test_pages_that_no_browser_opens_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with viewed(tmp_path) as user:
+        # Each console imports the module anew.
+        monkeypatch.setattr(import_module("console_svc.web"), "UNCONNECTED_MAX", 3)
+        await user.open("/keys")
+        opened = user.client
+        assert opened is not None
+        for _ in range(8):
+            # As a program without scripts.
+            assert (await user.http_client.get("/keys")).status_code == 200
+        newest = list(Client.instances)[-3:]
+        await until(
+            lambda: _are([opened.id, *newest]), "the oldest pages without a connection are removed"
+        )
+
+
+async def _are(pages: list[str]) -> bool:
+    return list(Client.instances) == pages
 
 
 @pytest.fixture

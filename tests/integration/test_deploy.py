@@ -29,6 +29,7 @@ from common.registry.instances import Instance
 from common.registry.registry import Lease
 from common.runtime.config import ServiceConfig, read_config
 from common.runtime.free_ports import free_ports
+from console_svc.config import ConsoleConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from router_svc.config import RouterConfig
@@ -56,14 +57,17 @@ PROFILES = {
     "ha": {"frontend-2", "router-2", "indexer-2", "prefill-2", "consul-2", "consul-3"},
     "sglang": {"sglang-model", "sglang-prefill", "sglang-decode"},
     "minimal": {"mesh"},
+    "console": {"console"},
     "observe": {"collector", "jaeger", "prometheus", "grafana"},
 }
+CONSOLE_OTLP_URL = "http://console:8071"
 CONFIGS: dict[str, tuple[type[ServiceConfig], str]] = {
     "frontend": (FrontendConfig, "FRONTEND"),
     "router": (RouterConfig, "ROUTER"),
     "indexer": (IndexerConfig, "INDEXER"),
     "worker": (WorkerConfig, "WORKER"),
     "worker-sglang": (WorkerConfig, "WORKER"),
+    "console": (ConsoleConfig, "CONSOLE"),
 }
 
 
@@ -259,6 +263,28 @@ def test_a_service_of_the_compose_file_accepts_its_configuration(tmp_path: Path,
         assert config.http_host == "0.0.0.0"
 
 
+def test_the_headers_of_the_console_authenticate_exports_to_it_and_to_no_other_collector(
+    tmp_path: Path,
+) -> None:
+    make_secrets(tmp_path)
+    key, headers = (tmp_path / "service" / name for name in ("otlp_key", "otlp_headers"))
+    others = f"http://collector:4317,{CONSOLE_OTLP_URL}"
+    for endpoints in (CONSOLE_OTLP_URL, others):
+        variables = {"KVMESH_OTLP_ENDPOINT": endpoints, "KVMESH_OTLP_HEADERS_FILE": str(headers)}
+        frontend, _ = read_config(FrontendConfig, "FRONTEND", variables, [])
+        found = {endpoint.url: dict(endpoint.headers) for endpoint in frontend.otlp_endpoints}
+        assert found.pop(CONSOLE_OTLP_URL) == {"authorization": f"Bearer {key.read_text()}"}
+        assert not any(found.values())
+        services = resolved("console", **variables)
+        console = services["console"]["environment"]
+        own = {name: value for name, value in console.items() if "OTLP" in name}
+        own["KVMESH_CONSOLE_OTLP_KEY_FILE"] = str(key)
+        config, _ = read_config(ConsoleConfig, "CONSOLE", own, [])
+        assert (config.otlp_key, config.otlp_endpoints) == (key.read_text(), ())
+        environment = services["frontend"]["environment"]
+        assert environment["KVMESH_OTLP_HEADERS_FILE"] == str(headers)
+
+
 def test_the_variables_of_the_sglang_workers_are_settings() -> None:
     known = {f"KVMESH_WORKER_{name.upper()}" for name in WorkerConfig.model_fields}
     known |= {f"KVMESH_{name.upper()}" for name in ServiceConfig.model_fields}
@@ -357,7 +383,7 @@ def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume()
     assert mounts.pop("prometheus") == {"metrics-secrets"}
     targets = {name: s.get("build", {}).get("target") for name, s in COMPOSE["services"].items()}
     services = {name for name in mounts if targets[name] in CONFIGS} - {"sglang-model"}
-    assert len(services) == 12
+    assert len(services) == 13
     assert {name for name, found in mounts.items() if found} == services
     assert not any("consul-secrets" in found for found in mounts.values())
 
@@ -373,25 +399,48 @@ def test_images_are_pinned_to_an_exact_version() -> None:
         assert re.search(r":v?\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?$", image), image
 
 
-def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("service", "consul", "metrics")]
-    for folder in folders:
-        folder.mkdir()
+@pytest.mark.slow
+def test_routers_and_indexers_run_without_the_packages_that_their_images_lack() -> None:
+    text = " ".join(stages()["core"].replace("\\\n", " ").split())
+    names = text.partition("uninstall --yes ")[2].partition(" #")[0].split()
+    assert {"tokenizers", "llguidance", "uvicorn"} <= set(names)
+    for target in ("frontend", "router", "indexer", "worker", "console", "mesh"):
+        has_them = re.search(r"\nCOPY --from=(text|console-packages) /text /venv", stages()[target])
+        assert bool(has_them) == (target not in ("router", "indexer")), target
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({[n.replace('-', '_') for n in names]}))\n"
+        "import importlib, router_svc.app, indexer_svc.app\n"
+        "from meshctl.cli import COMMANDS\n"
+        "for name in COMMANDS: importlib.import_module(f'meshctl.commands.{name}')\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", program], env=environ, cwd=ROOT, check=True)
 
+
+def make_secrets(folder: Path) -> list[Path]:
+    """Generates the secrets that are missing; returns their files."""
+    folders = [folder / name for name in ("service", "consul", "metrics")]
+    for path in folders:
+        path.mkdir(exist_ok=True)
+    subprocess.run([ROOT / "deploy/make_secrets.sh", *folders], check=True)
+    return [path for found in folders for path in found.iterdir()]
+
+
+def test_secrets_are_generated_once_and_differ(tmp_path: Path) -> None:
     def generate() -> dict[str, str]:
-        subprocess.run([ROOT / "deploy/make_secrets.sh", *folders], check=True)
-        return {path.name: path.read_text() for folder in folders for path in folder.iterdir()}
+        return {path.name: path.read_text() for path in make_secrets(tmp_path)}
 
     made = generate()
     assert re.fullmatch("[0-9a-f]{64}", made["mesh_token"])
     assert re.fullmatch("[0-9a-f]{64}", made["operator_token"])
     names = {"mesh_token", "operator_token", "consul_token", "management_token", "metrics_key"}
+    names |= {"otlp_key", "otlp_headers"}
     assert set(made) == names
     assert len(set(made.values())) == len(made)
     # A volume of an earlier version.
-    (folders[0] / "mesh_token").chmod(0o644)
+    (tmp_path / "service" / "mesh_token").chmod(0o644)
     assert generate() == made
-    found = {path.name: path.stat() for folder in folders for path in folder.iterdir()}
+    found = {path.name: path.stat() for path in make_secrets(tmp_path)}
     readers = {"consul_token": (0o640, 10001, 1000), "metrics_key": (0o640, 10001, 65534)}
     for name, status in found.items():
         mode, user, group = readers.get(name, (0o600, 10001, status.st_gid))
