@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling bombs dashboards dashboards-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -143,6 +143,15 @@ scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and
 router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
 
+ray-test: $(VENV)/.dev .venv-ray/.ready ## A mesh on a Ray cluster of three nodes on this host, a node and the head killed (6 minutes); last line is JSON
+	$(BIN)/python -m tests.cluster $(ARGS)
+
+# Ray has an environment of its own, in which the services run too.
+.venv-ray/.ready: requirements/ray.txt
+	@$(PY) -m venv .venv-ray
+	@echo "installing Ray and the runtime dependencies into .venv-ray ..."
+	@.venv-ray/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
 rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` under load, six meshes (minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.rolling $(ARGS)
 
@@ -244,6 +253,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra console -c requirements/runtime.txt -o requirements/console.txt
 	$(LOCK) --extra console --extra dev -c requirements/console.txt -o requirements/dev.txt
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
+	$(LOCK) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt

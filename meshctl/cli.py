@@ -34,6 +34,8 @@ COMMANDS = {
     "restart": "replace members of `meshctl up`, one at a time, under load",
     "drain": "stop a member of `meshctl up` after its requests have ended",
     "start": "start a drained member of `meshctl up`",
+    "scale": "change the number of members of `meshctl up`",
+    "down": "stop the mesh of `meshctl up`, also one on Ray",
     "export": "write the units of systemd that run a mesh",
     "health": "request the health of a gRPC port",
     "console": "print a link that logs in to the console once",

@@ -82,6 +82,12 @@ class UpOptions(ServiceConfig):
     precedence over it, and it over variables. Unset: none."""
     check: bool = False
     """Only check the mesh file and the flags."""
+    on: Literal["local", "ray"] = "local"
+    """Where the services run: local, processes of this command; ray, actors of a Ray cluster, which
+    stay when the command ends. ray needs more packages: pip install 'kvmesh[ray]'."""
+    ray_address: str = ""
+    """Address of the Ray cluster, HOST:PORT of its head. Unset: RAY_ADDRESS, or the cluster of this
+    host."""
     registry: Literal["file", "consul"] = "file"
     """Service discovery."""
     drain_s: NonNegativeFloat = 10.0
@@ -160,5 +166,7 @@ class UpOptions(ServiceConfig):
 
     @property
     def name_prefix(self) -> str:
-        """Prefix of stable names: in a shared registry, `worker-0` of another host is another."""
-        return f"{socket.gethostname()}-" if self.registry == "consul" else ""
+        """Prefix of stable names: in a shared registry, `worker-0` of another host is another. On
+        Ray a mesh has members on several hosts, and each name once."""
+        is_of_host = self.registry == "consul" and self.on == "local"
+        return f"{socket.gethostname()}-" if is_of_host else ""

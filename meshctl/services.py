@@ -6,13 +6,18 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from common.errors import InvalidRequest
+from common.runtime.suggestion import suggest
 from meshctl.mesh_file.document import KeyPath, MeshFileError, key_text
 from meshctl.mesh_file.schema import (
     Adapter,
     ConsoleSection,
     FrontendSection,
     MeshFile,
+    ReplicatedSection,
+    Resources,
     ServiceSection,
     WorkerGroup,
     WorkerOverride,
@@ -23,12 +28,19 @@ from meshctl.options import NO_WORKERS, UpOptions
 
 # Peers see a change of the file registry within 50 ms, so a short notice is enough on one host.
 NOTICE_S = 0.3
+# On several hosts.
+CLUSTER_NOTICE_S = 2.0
 # Seconds beyond notice and drain: the bounds of the other steps of the life cycle.
 STOP_MARGIN_S = 10.0
 
 # A service that sends work stops before the service that receives it: lower ranks first.
 _DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3, "console": 4}
 _NO_FILE = MeshFile()
+NO_RESOURCES = Resources()
+# Most members of a group.
+GROUP_MAX = 10_000
+# Of `build_service_specs`.
+NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 # The flag that counts the workers of a role.
 _COUNTS = {"aggregated": "workers", "prefill": "prefill", "decode": "decode"}
 
@@ -59,25 +71,47 @@ class ServiceSpec:
     """Whether its process binds `http_port`: its version takes no sockets of meshctl."""
     is_observer: bool = False
     """The mesh is ready, and goes on, without it: no member sends it work."""
+    resources: Resources = NO_RESOURCES
+    """What it needs of a node of a cluster."""
+    transfer_per_node: bool = False
+    """See `WorkerGroup`."""
     origins: Mapping[str, KeyPath] = field(default_factory=dict)
     """Key of the mesh file that a flag or variable is from."""
+
+    @property
+    def service(self) -> str:
+        """The service: `worker`."""
+        return self.module.removesuffix("_svc")
+
+    @property
+    def group(self) -> str:
+        """The members that differ from it by their number only: `router`, `prefill`."""
+        return self.name.rpartition("-")[0]
 
     def with_environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables of the process: a setting of the mesh file has precedence."""
         return with_variables(inherited, self.environ)
 
 
-def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[ServiceSpec]:
+def build_service_specs(
+    options: UpOptions, mesh: MeshFile = _NO_FILE, counts: Mapping[str, int] = NO_COUNTS
+) -> list[ServiceSpec]:
     """Returns the services of a mesh in the order of display and start, without `--ready-fd`.
 
-    mesh: what a mesh file has beyond the options. Raises MeshFileError if a flag does not fit it.
+    - mesh: what a mesh file has beyond the options.
+    - counts: by group, in place of those of options and file.
+
+    Raises MeshFileError if a flag does not fit the mesh file.
     """
+    frontends = counts.get("frontend", options.frontends)
     specs = [
         _build_spec(options, "frontend", i, ["--http-port", str(port)], mesh, http_port=port)
-        for i, port in enumerate(http_ports(options))
+        for i, port in enumerate(http_ports(options, frontends))
     ]
-    specs += [_build_spec(options, "router", i, (), mesh) for i in range(options.routers)]
-    specs += [_build_spec(options, "indexer", i, (), mesh) for i in range(options.indexers)]
+    routers = counts.get("router", options.routers)
+    specs += [_build_spec(options, "router", i, (), mesh) for i in range(routers)]
+    indexers = counts.get("indexer", options.indexers)
+    specs += [_build_spec(options, "indexer", i, (), mesh) for i in range(indexers)]
     groups = worker_groups(options, mesh)
     # Flags may have changed engine and model.
     if problems := list(find_adapter_problems(mesh.adapters, groups)):
@@ -93,7 +127,7 @@ def build_service_specs(options: UpOptions, mesh: MeshFile = _NO_FILE) -> list[S
             flags += ["--speedup", f"{options.speedup:g}"]
         specs += [
             _build_spec(options, "worker", i, flags, mesh, group=group, number=number)
-            for i in range(group.count)
+            for i in range(counts.get(group.member_name, group.count))
         ]
     if options.consoles:
         ports = ["--http-port", str(options.console_port)]
@@ -142,9 +176,42 @@ def worker_groups(options: UpOptions, mesh: MeshFile = _NO_FILE) -> Sequence[Wor
     return groups
 
 
-def http_ports(options: UpOptions) -> list[int]:
+def http_ports(options: UpOptions, count: int) -> list[int]:
     """Returns the HTTP port of each frontend; 0: any free port."""
-    return [options.http_port and options.http_port + i for i in range(options.frontends)]
+    return [options.http_port and options.http_port + i for i in range(count)]
+
+
+def group_counts(
+    options: UpOptions, mesh: MeshFile = _NO_FILE, counts: Mapping[str, int] = NO_COUNTS
+) -> dict[str, int]:
+    """Returns the number of members of each group. Raises MeshFileError as `build_service_specs`.
+
+    counts: as there.
+    """
+    found = {
+        "frontend": options.frontends,
+        "router": options.routers,
+        "indexer": options.indexers,
+        **{group.member_name: group.count for group in worker_groups(options, mesh)},
+    }
+    return {name: counts.get(name, count) for name, count in found.items()}
+
+
+def check_counts(present: Mapping[str, int], wanted: Mapping[str, int]) -> None:
+    """Raises InvalidRequest if a mesh cannot have other numbers of members.
+
+    present: those of all groups.
+    """
+    if not wanted:
+        raise InvalidRequest(f"name a group and its number: {next(iter(present))}=2", "counts")
+    for name, count in wanted.items():
+        if name not in present:
+            raise InvalidRequest(f"{name!r}: no such group{suggest(name, present)}", "counts")
+        least = 1 if name in ("frontend", "router") else 0
+        if not least <= count <= GROUP_MAX:
+            raise InvalidRequest(
+                f"{name}={count}: must be between {least} and {GROUP_MAX}", "counts"
+            )
 
 
 def find_port_problems(specs: Sequence[ServiceSpec]) -> Iterator[tuple[KeyPath, str]]:
@@ -192,14 +259,15 @@ def _build_spec(
         if f"{service_prefix(kind)}HEALTH_PORT" not in variables.values:
             # A health port of its own answers Consul's checks while the event loop is busy.
             common += ["--health-port", "0"]
-    common += ["--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
+    notice_s = NOTICE_S if options.on == "local" else CLUSTER_NOTICE_S
+    common += ["--notice-s", f"{notice_s:g}", "--drain-s", f"{options.drain_s:g}"]
     common += ["--stable-name", f"{options.name_prefix}{name}"]
     if options.consoles and options.console_otlp_port and kind != "console":
         _add_collector(variables, service_prefix(kind), options)
     if mesh.require:
         common += ["--required-roles", ",".join(mesh.require)]
     variables.origins["--required-roles"] = ("require",)
-    role = kind
+    role, section = kind, _section(kind, mesh) if group is None else group
     if group is not None:
         role = f"{group.role} worker of {group.model}"
         at: KeyPath = ("workers", number)
@@ -214,15 +282,28 @@ def _build_spec(
         module=f"{kind}_svc",
         args=(*common, *flags),
         drain_rank=_DRAIN_RANK[kind],
-        drain_s=NOTICE_S + options.drain_s + STOP_MARGIN_S,
+        drain_s=notice_s + options.drain_s + STOP_MARGIN_S,
         role=role,
         model="" if group is None else group.model,
         engine="" if group is None else group.engine,
         environ=variables.values,
         http_port=http_port,
         is_observer=kind == "console",
+        resources=section.resources if isinstance(section, ReplicatedSection) else NO_RESOURCES,
+        transfer_per_node=group is not None and group.transfer_per_node,
         origins=variables.origins,
     )
+
+
+def _section(kind: str, mesh: MeshFile) -> ServiceSection:
+    """Returns the section of a service other than a worker."""
+    sections: Mapping[str, ServiceSection] = {
+        "frontend": mesh.frontends,
+        "router": mesh.routers,
+        "indexer": mesh.indexers,
+        "console": mesh.consoles,
+    }
+    return sections[kind]
 
 
 def _variables(
@@ -233,13 +314,7 @@ def _variables(
     variables = Variables()
     variables.add((), mesh, prefix)
     if group is None:
-        sections: Mapping[str, ServiceSection] = {
-            "frontend": mesh.frontends,
-            "router": mesh.routers,
-            "indexer": mesh.indexers,
-            "console": mesh.consoles,
-        }
-        section = sections[kind]
+        section = _section(kind, mesh)
         variables.add((f"{kind}s",), section, prefix)
         if (
             isinstance(section, FrontendSection | ConsoleSection)

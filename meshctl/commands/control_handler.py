@@ -41,6 +41,13 @@ class ControlHandler:
             case "start":
                 await self.operations.start(_only_name(request), report)
                 return {}
+            case "scale":
+                await self.operations.scale(request.counts, report)
+                return {}
+            case "stop":
+                self._print("mesh", "draining", "meshctl down")
+                self.supervisor.stop()
+                return {}
         steps = self.operations.plan(request.names, request.new_first)
         planned = [asdict(step) for step in steps]
         if not request.wait:

@@ -14,7 +14,7 @@ from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
 from meshctl.process.settings_check import check_settings
-from meshctl.services import ServiceSpec, build_service_specs
+from meshctl.services import NO_COUNTS, ServiceSpec, build_service_specs, group_counts
 
 _WITHOUT_FLAG = ServiceConfig.model_fields.keys() | {"then", "http_host"}
 UP_FLAGS = (UpOptions.model_fields.keys() - _WITHOUT_FLAG).union(REGISTRY_FLAGS, ["drain_s"])
@@ -69,14 +69,46 @@ def report_problems(error: MeshFileError) -> None:
 
 
 def read_specs(
-    options: UpOptions, environ: Mapping[str, str], *, is_restart: bool = False
+    options: UpOptions,
+    environ: Mapping[str, str],
+    counts: Mapping[str, int] = NO_COUNTS,
+    *,
+    is_restart: bool = False,
 ) -> list[ServiceSpec]:
     """Returns the services of the options and of the mesh file. Raises MeshFileError.
 
-    is_restart: the services on disk may be of another version than this process.
+    - counts: see `build_service_specs`.
+    - is_restart: the services on disk may be of another version than this process.
     """
     if options.file is None:
-        specs = build_service_specs(options)
+        specs = build_service_specs(options, counts=counts)
         return check_settings(specs, environ) if is_restart else specs
     loaded = read_mesh_file(options.file, environ)
-    return check_settings(build_service_specs(options, loaded.mesh), environ, loaded)
+    if problems := find_cluster_keys(loaded):
+        raise MeshFileError(problems)
+    return check_settings(build_service_specs(options, loaded.mesh, counts), environ, loaded)
+
+
+def read_counts(
+    options: UpOptions, environ: Mapping[str, str], counts: Mapping[str, int] = NO_COUNTS
+) -> dict[str, int]:
+    """Returns the number of members of each group. Raises MeshFileError.
+
+    counts: see `build_service_specs`.
+    """
+    if options.file is None:
+        return group_counts(options, counts=counts)
+    return group_counts(options, read_mesh_file(options.file, environ).mesh, counts)
+
+
+def find_cluster_keys(loaded: LoadedMesh) -> list[str]:
+    """Returns a problem for each key that only a mesh on a cluster obeys."""
+    return [
+        loaded.document.problem(("workers", i, key), "needs --on ray")
+        for i, group in enumerate(loaded.mesh.workers)
+        for key, is_used in (
+            ("scaling", group.scaling == "recommended"),
+            ("transfer_per_node", group.transfer_per_node),
+        )
+        if is_used
+    ]

@@ -1,4 +1,5 @@
-"""What `meshctl restart`, `drain` and `start` share: a request to the `meshctl up` of a folder.
+"""What `meshctl restart`, `drain`, `start`, `scale` and `down` share: a request to the `meshctl up`
+of a folder.
 
 Exit status: 0 if it was done; 1 if it failed, with the reason; 2 if no `meshctl up` answers.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from meshctl.commands.ray_mesh import requests_of_ray
 from meshctl.process.control import NoMesh, request
 
 EXIT_FAILED = 1
@@ -41,6 +44,18 @@ def complete_names(ctx: click.Context, _param: click.Parameter, start: str) -> l
 
 
 # Any: JSON.
+def _answers(log_dir: Path, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the answers of the `meshctl up` of a folder, or of its mesh on Ray. Raises NoMesh."""
+    try:
+        yield from request(log_dir, line)
+    except NoMesh:
+        from_ray = requests_of_ray(log_dir, line)
+        if from_ray is None:
+            raise
+        yield from from_ray
+
+
+# Any: JSON.
 def run_operation(log_dir: Path, line: dict[str, Any], *, as_json: bool) -> int:
     """Sends a request and prints its progress; returns the exit status.
 
@@ -50,7 +65,7 @@ def run_operation(log_dir: Path, line: dict[str, Any], *, as_json: bool) -> int:
     progress = sys.stderr if as_json else sys.stdout
     result: dict[str, Any] = {}
     try:
-        for answer in request(log_dir, line):
+        for answer in _answers(log_dir, line):
             if "state" in answer:
                 text = f"{answer['name']:<12}  {answer['state']:<8}  {answer['detail']}"
                 progress.write(f"{text.rstrip()}\n")

@@ -38,9 +38,11 @@ from meshctl.commands.control_handler import ControlHandler
 from meshctl.commands.mesh_options import (
     UP_FLAGS,
     MeshFileCommand,
+    read_counts,
     read_specs,
     report_problems,
 )
+from meshctl.commands.ray_mesh import up_on_ray
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.options import UpOptions
 from meshctl.process.child import ProcessLauncher, with_parent_guard
@@ -118,6 +120,8 @@ def command(environ: Mapping[str, str], options: UpOptions, then: tuple[str, ...
 
 
 def up(options: UpOptions, environ: Mapping[str, str]) -> int:
+    if options.on == "ray":
+        return up_on_ray(options, environ)
     if options.consoles and not options.console_otlp_port:
         # All services must have it before the console starts.
         options = options.model_copy(update={"console_otlp_port": free_ports(1)})
@@ -339,6 +343,7 @@ class _UpCommand:
         operations = Operations(
             supervisor,
             specs=partial(read_specs, self.options, self.environ, is_restart=True),
+            counts=partial(read_counts, self.options, self.environ),
             rotate_log=self.launcher.rotate_log,
             undo_start=self._undo_start,
             last_log_line=self._last_log_line,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -84,19 +85,41 @@ class ServiceSection(_Section):
     """Variables of the processes, such as OMP_NUM_THREADS."""
 
 
-class RouterSection(ServiceSection):
+class Resources(_Section):
+    """What a process needs of a node of a cluster (`--on ray`)."""
+
+    cpus: NonNegativeFloat = 1.0
+    """CPU cores that Ray reserves. 0: none."""
+    gpus: NonNegativeFloat = 0.0
+    """GPUs that Ray reserves; the process sees only these. A fraction shares one."""
+    custom: dict[str, PositiveFloat] = {}
+    """Custom resources of Ray nodes, by name."""
+    labels: dict[str, str] = {}
+    """Labels that a node must have."""
+    per_node: PositiveInt | None = None
+    """Greatest number of processes of the group on one node. Unset: any."""
+
+
+class ReplicatedSection(ServiceSection):
+    """What a service or group with a number of processes may have."""
+
+    resources: Resources = Resources()
+    """What each process needs of a node; of --on ray only."""
+
+
+class RouterSection(ReplicatedSection):
     """Routers."""
 
     count: PositiveInt = 1
 
 
-class IndexerSection(ServiceSection):
+class IndexerSection(ReplicatedSection):
     """Indexers."""
 
     count: NonNegativeInt = 1
 
 
-class FrontendSection(ServiceSection):
+class FrontendSection(ReplicatedSection):
     """Frontends."""
 
     count: PositiveInt = 1
@@ -123,7 +146,7 @@ class WorkerOverride(ServiceSection):
     """Arguments of the engine."""
 
 
-class WorkerGroup(WorkerOverride):
+class WorkerGroup(WorkerOverride, ReplicatedSection):
     """Workers with the same engine, model and role."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
@@ -136,6 +159,12 @@ class WorkerGroup(WorkerOverride):
     model_path: Path | None = None
     each: tuple[WorkerOverride, ...] = ()
     """One entry a worker, which adds to the values of the group; the first is for NAME-0."""
+    scaling: Literal["fixed", "recommended"] = "fixed"
+    """recommended: the number of workers follows what the routers recommend for the model and role;
+    of --on ray only. `count` is the first number."""
+    transfer_per_node: bool = False
+    """The workers of one node are a transfer group, so that KV moves inside of a node only; prefill
+    and decode workers are placed in pairs. Of --on ray only."""
 
     @property
     def member_name(self) -> str:
@@ -219,6 +248,7 @@ _SECTIONS: Mapping[str, type[_Section]] = {
     "consoles": ConsoleSection,
     "workers": WorkerGroup,
     "each": WorkerOverride,
+    "resources": Resources,
     "adapters": Adapter,
 }
 
@@ -241,6 +271,7 @@ def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
         if len(group.each) > group.count:
             text = f"has {len(group.each)} entries for {group.count} workers"
             found.append((("workers", i, "each"), text))
+    found += _scaling_contradictions(mesh.workers)
     roles = {group.role for group in mesh.workers}
     if mesh.workers and "aggregated" not in roles and roles != {"prefill", "decode"}:
         text = "needs workers of the other role too, or aggregated ones"
@@ -253,6 +284,14 @@ def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
         if role not in present:
             found.append((("require", i), f"the file has no member of the role {role!r}"))
     return found
+
+
+def _scaling_contradictions(groups: Sequence[WorkerGroup]) -> Iterator[tuple[KeyPath, str]]:
+    pools = Counter((group.model, group.role) for group in groups)
+    for i, group in enumerate(groups):
+        if group.scaling == "recommended" and pools[group.model, group.role] > 1:
+            text = "routers recommend a number for a model and role, which has several groups here"
+            yield ("workers", i, "scaling"), text
 
 
 def find_adapter_problems(

@@ -186,6 +186,8 @@ class ProcessLauncher:
         if spec.binds_port:
             self._listeners.close(spec.name)
             return ()
+        if spec.http_port is not None:
+            self._listeners.add(spec.name, spec.http_port)
         return self._listeners.open(spec.name, process_count(spec, self._environ))
 
     def rotate_log(self, name: str) -> None:

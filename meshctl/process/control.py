@@ -32,8 +32,9 @@ class ControlRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    command: Literal["status", "restart", "drain", "start"]
+    command: Literal["status", "restart", "drain", "start", "scale", "stop"]
     names: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
     new_first: bool | None = None
     wait: bool = True
     force: bool = False

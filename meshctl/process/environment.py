@@ -39,6 +39,20 @@ def service_environment(
     - passed: more names, or patterns with `*`.
     """
     patterns = (*_EVERY_SERVICE, *(_WORKER if module == "worker_svc" else ()), *passed)
+    return _matching(environ, patterns)
+
+
+def passed_variables(environ: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the variables that services on other hosts receive of the caller: settings, and those
+    that are named. Paths and libraries are those of their hosts.
+
+    passed: as for `service_environment`.
+    """
+    return _matching(environ, (f"{PREFIX}*", *passed))
+
+
+def _matching(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    patterns = tuple(patterns)
     return {
         name: value
         for name, value in environ.items()

@@ -52,6 +52,10 @@ class Listeners:
         opened[0].listen(BACKLOG)
         return opened
 
+    def add(self, name: str, port: int) -> None:
+        """Takes a further frontend, before its first `open`. Idempotent."""
+        self._ports.setdefault(name, port)
+
     def keep(self, name: str, count: int) -> None:
         """Closes the sockets of a frontend beyond the first `count`, from which no process
         accepts."""
@@ -64,6 +68,11 @@ class Listeners:
         """Refuses connections to a frontend once its processes have ended. Idempotent."""
         self.keep(name, 0)
 
+    def close_all(self) -> None:
+        """Refuses connections to all frontends."""
+        for name in self._ports:
+            self.close(name)
+
 
 @contextlib.contextmanager
 def listeners(host: str, ports: Mapping[str, int]) -> Iterator[Listeners]:
@@ -74,8 +83,7 @@ def listeners(host: str, ports: Mapping[str, int]) -> Iterator[Listeners]:
             opened.open(name)
         yield opened
     finally:
-        for name in ports:
-            opened.close(name)
+        opened.close_all()
 
 
 def _bind(host: str, port: int, *, is_shared: bool, flag: str = HTTP_PORT) -> socket.socket:

@@ -11,7 +11,7 @@ from common.errors import Conflict, InvalidRequest
 from meshctl.process.rollout import Member, Step, check_drain, plan, select
 from meshctl.process.routable import Waiting
 from meshctl.process.supervise import Child, State, Supervisor
-from meshctl.services import ServiceSpec
+from meshctl.services import ServiceSpec, check_counts
 
 POLL_S = 0.1
 # Missing peers are reported this long after the process is ready, then when they change.
@@ -46,7 +46,9 @@ class Outcome:
 class Operations:
     """Changes the members of one mesh.
 
-    - specs: returns what the mesh file describes now. Raises MeshFileError.
+    - specs: returns what the mesh file describes now, with other numbers of members of some groups.
+      Raises MeshFileError.
+    - counts: returns the number of members of each group, with others for some groups.
     - rotate_log: see `ProcessLauncher`.
     - undo_start: gives log and sockets back to a process beside which another one has failed.
     - last_log_line: of a service.
@@ -59,7 +61,8 @@ class Operations:
         self,
         supervisor: Supervisor,
         *,
-        specs: Callable[[], Sequence[ServiceSpec]],
+        specs: Callable[[Mapping[str, int]], Sequence[ServiceSpec]],
+        counts: Callable[[Mapping[str, int]], Mapping[str, int]],
         rotate_log: Callable[[str], None],
         undo_start: Callable[[ServiceSpec], None],
         last_log_line: Callable[[str], str],
@@ -71,6 +74,8 @@ class Operations:
     ) -> None:
         self._supervisor = supervisor
         self._specs = specs
+        self._read_counts = counts
+        self._counts: dict[str, int] = {}
         self._rotate_log = rotate_log
         self._undo_start = undo_start
         self._last_log_line = last_log_line
@@ -217,6 +222,43 @@ class Operations:
         if isinstance(result, str):
             raise InvalidRequest(f"{name}: {result}")
 
+    async def scale(self, counts: Mapping[str, int], report: Report) -> None:
+        """Starts and drains members until groups have other numbers, those with the highest numbers
+        first. Raises InvalidRequest, Conflict, MeshFileError."""
+        with self._alone("a change of the number of members"):
+            check_counts(await asyncio.to_thread(self._read_counts, self._counts), counts)
+            before, self._counts = self._counts, {**self._counts, **counts}
+            try:
+                specs = await self._read_specs()
+            except BaseException:
+                self._counts = before
+                raise
+            present = {child.spec.name: child for child in self._supervisor.children}
+            added = [spec for name, spec in specs.items() if name not in present]
+            surplus = [child for name, child in present.items() if name not in specs]
+            for child in surplus:
+                report(child.spec.name, "draining", "")
+                self._stop_listening(child.spec.name)
+            await asyncio.gather(*map(self._supervisor.end, surplus))
+            for child in surplus:
+                self._supervisor.remove(child)
+                report(child.spec.name, "drained", "")
+            failed = await asyncio.gather(*(self._add(spec, report) for spec in added))
+        if problem := "; ".join(filter(None, failed)):
+            raise InvalidRequest(problem)
+
+    async def _add(self, spec: ServiceSpec, report: Report) -> str:
+        """Starts a further member, and waits until it is routable; the reason if it is not."""
+        began = self._now()
+        alike = [c for c in self._supervisor.children if c.spec.group == spec.group]
+        child = self._supervisor.add(spec, after=alike[-1] if alike else None)
+        report(spec.name, "starting", "")
+        if problem := await self._await_routable(child, report):
+            report(spec.name, "failed", problem)
+            return f"{spec.name}: {problem}"
+        report(spec.name, "routable", f"after {self._now() - began:.1f} s")
+        return ""
+
     async def _replace(
         self, step: Step, spec: ServiceSpec | None, report: Report
     ) -> Replaced | str:
@@ -282,7 +324,8 @@ class Operations:
 
     async def _read_specs(self) -> dict[str, ServiceSpec]:
         # In a thread: it checks the mesh file with a child process.
-        return {spec.name: spec for spec in await asyncio.to_thread(self._specs)}
+        specs = await asyncio.to_thread(self._specs, self._counts)
+        return {spec.name: spec for spec in specs}
 
     def _child(self, name: str) -> Child:
         return next(c for c in reversed(self._supervisor.children) if c.spec.name == name)

@@ -237,14 +237,15 @@ class Supervisor:
                 child.killed = True
                 child.process.kill()
 
-    def add(self, spec: ServiceSpec, *, after: Child) -> Child:
-        """Starts one more process of a service while the mesh runs. If it is never ready, the
-        others go on.
+    def add(self, spec: ServiceSpec, *, after: Child | None = None) -> Child:
+        """Starts one more process while the mesh runs. If it is never ready, the others go on.
 
-        after: the child of the same service that it replaces.
+        after: the child of the same service that it replaces, or beside which it is listed; None:
+        it is the last one.
         """
         child = Child(spec, self._new_restarts(), is_replacement=True)
-        self._children.insert(self._children.index(after) + 1, child)
+        at = len(self._children) if after is None else self._children.index(after) + 1
+        self._children.insert(at, child)
         if self._stop.is_set():
             child.no_restart.set()
         self._keep(child)

@@ -211,6 +211,10 @@ class Rolling:
         """Sends no more requests to a frontend, as a load balancer that reads /ready."""
         self._urls = [other for other in self._urls if other != url]
 
+    def stop(self) -> None:
+        """Ends the load; requests that run are completed."""
+        self._is_over = True
+
     def use(self, url: str) -> None:
         """Sends requests to a frontend again."""
         self._urls = [*self._urls, url]

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from meshctl.process.control import request
 from tests.kit.processes import ROOT
 from tests.kit.waiting import wait_for
 
@@ -55,6 +57,13 @@ class Up:
             timeout=READY_S,
             check=False,
         )
+
+    # Any: JSON.
+    def members(self) -> list[dict[str, Any]]:
+        """Returns what the control socket reports."""
+        answers = list(request(self.folder / ".run/logs", {"command": "status"}))
+        members: list[dict[str, Any]] = answers[-1]["done"]
+        return members
 
     def url(self) -> str:
         """Address of the first frontend."""
@@ -109,6 +118,23 @@ def test_the_example_starts_and_its_members_are_drained_and_started(tmp_path: Pa
         started = mesh.meshctl("start", "frontend-0")
         assert started.returncode == 0, started.stderr
         assert httpx.get(f"{url}/live", trust_env=False).status_code == 200
+        scaled = mesh.meshctl("scale", "worker=3", "frontend=3")
+        assert scaled.returncode == 0, scaled.stderr
+        health = httpx.get(f"{url}/health", trust_env=False).json()
+        live = {i["name"] for i in health["instances"] if i["service"] == "worker"}
+        assert live == {"worker-0", "worker-1", "worker-2"}
+        (third,) = [m for m in mesh.members() if m["name"] == "frontend-2"]
+        assert httpx.get(f"{third['addresses']['http']}/ready", trust_env=False).status_code == 200
+        scaled = mesh.meshctl("scale", "worker=1", "frontend=2", "--json")
+        assert scaled.returncode == 0, scaled.stderr
+        health = httpx.get(f"{url}/health", trust_env=False).json()
+        live = {i["name"] for i in health["instances"] if i["service"] == "worker"}
+        assert live == {"worker-0"}
+        refused = mesh.meshctl("scale", "wrker=3")
+        assert refused.returncode == 1
+        assert "'wrker': no such group; did you mean worker?" in refused.stderr
+        assert mesh.meshctl("down").returncode == 0
+        assert mesh.process.wait(READY_S) == 0, mesh.out.read_text()
     assert mesh.process.returncode == 0, mesh.out.read_text()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,6 +60,10 @@ def worker(name: str) -> ServiceSpec:
     return replace(spec(name), module="worker_svc", args=args, role="aggregated worker of m")
 
 
+def scaled(counts: Mapping[str, int]) -> list[ServiceSpec]:
+    return [worker(f"worker-{number}") for number in range(counts["worker"])]
+
+
 @asynccontextmanager
 async def bed(
     *names: str, born: Callable[[FakeProcess], None] = becomes_ready, routable_s: float = 20.0
@@ -77,7 +81,8 @@ async def bed(
 
         operations = Operations(
             supervisor,
-            specs=lambda: specs,
+            specs=lambda counts: scaled(counts) if counts else specs,
+            counts=lambda counts: {"worker": len(specs), **counts},
             rotate_log=rotated.append,
             undo_start=lambda spec: restored.append(spec.name),
             last_log_line=lambda name: f"{name} loads weights",
@@ -307,3 +312,34 @@ async def test_a_process_that_hangs_at_its_start_does_not_hide_the_old_one() -> 
         await until(lambda: ("worker-0", "progress") in mesh.reports, "the progress is reported")
         mesh.world.processes[1].report_ready()
         assert (await restart).failed is None
+
+
+async def test_members_are_added_and_those_with_the_highest_numbers_drained() -> None:
+    async with bed("worker-0", "worker-1") as mesh:
+        await mesh.operations.scale({"worker": 4}, mesh.report)
+        assert mesh.world.log.entries[2:] == ["START worker-2", "START worker-3"]
+        assert mesh.states() == [State.READY] * 4
+        await mesh.operations.scale({"worker": 1}, mesh.report)
+        assert [child.spec.name for child in mesh.supervisor.children] == ["worker-0"]
+        assert mesh.closed == ["worker-1", "worker-2", "worker-3"]
+        # A restart has the present members.
+        outcome = await mesh.restart()
+        assert [item.name for item in outcome.replaced] == ["worker-0"]
+
+
+async def test_a_scale_waits_until_peers_can_use_the_new_members_and_names_one_that_fails() -> None:
+    def born(process: FakeProcess) -> None:
+        (dead if process.spec.name == "worker-2" else becomes_ready)(process)
+
+    async with bed("worker-0", born=born) as mesh:
+        mesh.missing[101] = "router-0"
+        scale = asyncio.ensure_future(mesh.operations.scale({"worker": 2}, mesh.report))
+        await until(lambda: len(mesh.world.processes) == 2, "the new member started")
+        with pytest.raises(Conflict, match="number of members is under way"):
+            await mesh.operations.drain("worker-0", mesh.report, force=True)
+        assert not scale.done()
+        mesh.missing.clear()
+        await scale
+        with pytest.raises(InvalidRequest, match="worker-2: it ended"):
+            await mesh.operations.scale({"worker": 3}, mesh.report)
+        assert mesh.states()[:2] == [State.READY, State.READY]

@@ -1,0 +1,304 @@
+"""What a cluster needs next, from what is wanted and what runs (pure).
+
+Level-triggered: each step compares the present replicas with the wanted members, so a controller
+that starts again goes on where the one before ended. Only pauses after failures, and nodes that
+were lost, are remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.service.restarts import RestartPolicy, Restarts
+from meshctl.cluster.placement import choose_node
+from meshctl.cluster.state import (
+    Action,
+    Forget,
+    Needs,
+    Node,
+    Observed,
+    Phase,
+    Start,
+    Stop,
+    Wanted,
+)
+
+_RESTARTS = RestartPolicy(initial_pause_s=1.0, max_pause_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Limits of the reconciler, in seconds."""
+
+    silent_s: float = 6.0
+    """A replica whose supervisor does not respond for so long is replaced, although its node still
+    counts as alive. If it responds again, it stops once its successor is routable."""
+    pending_s: float = 120.0
+    """A replica whose supervisor has not started within this time is placed again."""
+    suspect_s: float = 60.0
+    """Time in which a node that lost a replica is taken only if no other one fits."""
+    drain_margin_s: float = 2.0
+    """A replica on a node that is drained stops so long before it must."""
+    restarts: RestartPolicy = _RESTARTS
+
+
+@dataclass(slots=True)
+class Plan:
+    """The actions of a step. waiting: why members cannot be placed or replaced, by name. unplaced:
+    what they need."""
+
+    actions: list[Action] = field(default_factory=list)
+    waiting: dict[str, str] = field(default_factory=dict)
+    unplaced: list[Needs] = field(default_factory=list)
+
+
+class Reconciler:
+    """Decides the actions of a controller."""
+
+    def __init__(self, policy: Policy = Policy()) -> None:  # frozen
+        self._policy = policy
+        self._restarts: dict[str, Restarts] = {}
+        self._retry_at: dict[str, float] = {}
+        self._suspects: dict[str, float] = {}
+        self._numbers: dict[str, int] = {}
+
+    def step(
+        self,
+        wanted: Sequence[Wanted],
+        replicas: Iterable[Observed],
+        nodes: Sequence[Node],
+        now: float,
+    ) -> Plan:
+        """Returns what to do now.
+
+        nodes: the live ones. now: seconds of a monotonic clock.
+        """
+        self._suspects = {node: until for node, until in self._suspects.items() if until > now}
+        step = _Step(self, wanted, {node.id: node for node in nodes}, now)
+        for replica in sorted(replicas, key=lambda r: (r.member, r.number)):
+            number = max(self._numbers.get(replica.member, 0), replica.number)
+            self._numbers[replica.member] = number
+            if reason := self._find_end(replica, step.nodes, now):
+                step.plan.actions.append(Forget(replica, reason))
+            else:
+                step.present.append(replica)
+                if replica.phase is Phase.ROUTABLE:
+                    self._restarts_of(replica.member).ready(now)
+                    self._retry_at.pop(replica.member, None)
+        step.run()
+        return step.plan
+
+    def _find_end(self, replica: Observed, nodes: Mapping[str, Node], now: float) -> str:
+        """Returns why a replica is not there any more; "" if it is. Remembers what that means for
+        its node and for its member."""
+        policy = self._policy
+        if replica.phase is Phase.STOPPED:
+            return "stopped"
+        if replica.phase is Phase.FAILED:
+            self._count_failure(replica.member, now)
+            return f"failed: {replica.detail}"
+        if replica.node_id not in nodes:
+            return "its node is gone"
+        limits = (
+            (replica.is_dead, f"its supervisor has ended: {replica.detail}"),
+            (replica.silent_s >= policy.silent_s, "its supervisor does not respond"),
+            (replica.pending_s >= policy.pending_s, "its supervisor has not started"),
+        )
+        reason = next((text for is_over, text in limits if is_over), "")
+        if reason:
+            self._suspects[replica.node_id] = now + policy.suspect_s
+            if replica.is_dead and not replica.pid:
+                # It never ran: the next one may end in the same way.
+                self._count_failure(replica.member, now)
+        return reason
+
+    def _count_failure(self, member: str, now: float) -> None:
+        self._retry_at[member] = now + self._restarts_of(member).ended(now)
+
+    def _restarts_of(self, member: str) -> Restarts:
+        return self._restarts.setdefault(member, Restarts(self._policy.restarts, None))
+
+    def next_number(self, member: str) -> int:
+        """Returns the number of the next replica of a member, and counts it."""
+        number = self._numbers[member] = self._numbers.get(member, 0) + 1
+        return number
+
+    def retry_in(self, member: str, now: float) -> float:
+        """Returns the seconds until a member may start again."""
+        return max(0.0, self._retry_at.get(member, 0.0) - now)
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """The nodes that lost a replica."""
+        return self._suspects.keys()
+
+
+class _Step:
+    """One step. present: the replicas that have not ended, with those that it starts."""
+
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        wanted: Sequence[Wanted],
+        nodes: Mapping[str, Node],
+        now: float,
+    ) -> None:
+        self._reconciler = reconciler
+        self._wanted = wanted
+        self.nodes = nodes
+        self._now = now
+        self.present: list[Observed] = []
+        self.plan = Plan()
+
+    def run(self) -> None:
+        self._stop_surplus()
+        for wanted in self._wanted:
+            live = self._live(wanted.name)
+            if not live:
+                self._start(wanted)
+            else:
+                self._keep(wanted, live)
+        self._replace_outdated()
+
+    def _stop_surplus(self) -> None:
+        names = {wanted.name for wanted in self._wanted}
+        surplus = [replica for replica in self.present if replica.member not in names]
+        if not names and surplus:
+            # The whole mesh ends: what sends work before what receives it.
+            first = min(replica.rank for replica in surplus)
+            surplus = [replica for replica in surplus if replica.rank == first]
+        for replica in surplus:
+            if replica.is_live:
+                self._stop(replica, "not wanted any more")
+
+    def _keep(self, wanted: Wanted, live: Sequence[Observed]) -> None:
+        newest = live[-1]
+        if newest.phase is Phase.ROUTABLE:
+            for older in live[:-1]:
+                self._stop(older, f"{newest.id} is routable")
+        for replica in live:
+            node = self.nodes[replica.node_id]
+            if not node.is_draining:
+                continue
+            if replica is newest:
+                # Its successor is routable before it ends, if there is time.
+                self._start(wanted)
+            ends_at = node.drained_at
+            limit_s = replica.stop_s + self._reconciler.policy.drain_margin_s
+            if ends_at is not None and self._now >= ends_at - limit_s:
+                self._stop(replica, "its node is drained")
+
+    def _replace_outdated(self) -> None:
+        """Replaces members whose settings have changed, one at a time; those that serve nothing at
+        once."""
+        outdated: list[tuple[Wanted, Observed]] = []
+        unsettled: list[str] = []
+        for wanted in self._wanted:
+            replicas = [replica for replica in self.present if replica.member == wanted.name]
+            live = [replica for replica in replicas if replica.is_live]
+            if live and live[-1].digest != wanted.digest and not self._is_serving(live[-1]):
+                self._stop(live[-1], "its settings have changed")
+                unsettled.append(wanted.name)
+            elif len(replicas) != 1 or not self._is_serving(replicas[0]):
+                unsettled.append(wanted.name)
+            elif replicas[0].digest != wanted.digest:
+                outdated.append((wanted, replicas[0]))
+        if not outdated:
+            if not unsettled:
+                self._spread()
+            return
+        wanted, replica = min(outdated, key=lambda pair: (-pair[0].rank, pair[0].name))
+        if unsettled:
+            self.plan.waiting[wanted.name] = f"is replaced after {', '.join(unsettled[:3])}"
+            return
+        self._replace(wanted, replica)
+
+    def _spread(self) -> None:
+        """Moves a member of a role of which all members are on one node, as after the loss of the
+        other nodes: another node would otherwise take nothing when it comes back."""
+        for wanted in reversed(self._wanted):
+            of_role = [r for r in self.present if r.role == wanted.role]
+            occupied = {replica.node_id for replica in of_role}
+            if len(of_role) < 2 or len(occupied) > 1 or wanted.needs.pairs_by:
+                continue
+            others = [node for node in self.nodes.values() if node.id not in occupied]
+            node = choose_node(wanted, others, self.present, self._reconciler.suspects)
+            if isinstance(node, Node) and node.id not in self._reconciler.suspects:
+                self._start_on(wanted, node)
+                return
+
+    def _replace(self, wanted: Wanted, replica: Observed) -> None:
+        has_peers = any(
+            other.role == wanted.role and other.member != wanted.name and self._is_serving(other)
+            for other in self.present
+        )
+        if has_peers and not wanted.is_surge:
+            self._stop(replica, "its settings have changed")
+        elif (
+            not self._start(wanted)
+            and has_peers
+            and not self._reconciler.retry_in(wanted.name, self._now)
+        ):
+            # No node has room for both.
+            self._stop(replica, "its settings have changed")
+
+    def _is_serving(self, replica: Observed) -> bool:
+        is_routable = replica.phase is Phase.ROUTABLE and not replica.is_unreachable
+        return is_routable and not self.nodes[replica.node_id].is_draining
+
+    def _start(self, wanted: Wanted) -> bool:
+        """Starts a replica if a node fits and no pause after a failure is over."""
+        reconciler = self._reconciler
+        if pause_s := reconciler.retry_in(wanted.name, self._now):
+            self.plan.waiting[wanted.name] = f"failed; starts again in {pause_s:.0f} s"
+            return False
+        unreachable = {r.node_id for r in self.present if r.is_unreachable}
+        node = choose_node(
+            wanted, self.nodes.values(), self.present, {*reconciler.suspects, *unreachable}
+        )
+        if isinstance(node, str):
+            self.plan.waiting[wanted.name] = node
+            self.plan.unplaced.append(wanted.needs)
+            return False
+        self._start_on(wanted, node)
+        return True
+
+    def _start_on(self, wanted: Wanted, node: Node) -> None:
+        start = Start(wanted, node, self._reconciler.next_number(wanted.name))
+        self.plan.actions.append(start)
+        self.present.append(observed_start(start))
+
+    def _stop(self, replica: Observed, reason: str) -> None:
+        stops = (action.replica.id for action in self.plan.actions if isinstance(action, Stop))
+        if replica.id not in stops:
+            self.plan.actions.append(Stop(replica, reason))
+
+    def _live(self, member: str) -> list[Observed]:
+        return [r for r in self.present if r.member == member and r.is_live]
+
+
+def replica_id(member: str, number: int) -> str:
+    """Returns the name of a replica."""
+    return f"{member}.{number}"
+
+
+def observed_start(start: Start) -> Observed:
+    """Returns a replica that has just been started."""
+    wanted = start.wanted
+    return Observed(
+        id=replica_id(wanted.name, start.number),
+        member=wanted.name,
+        number=start.number,
+        group=wanted.group,
+        role=wanted.role,
+        rank=wanted.rank,
+        stop_s=wanted.stop_s,
+        digest=wanted.digest,
+        node_id=start.node.id,
+        needs=wanted.needs,
+    )

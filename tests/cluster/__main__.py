@@ -1,0 +1,461 @@
+"""A mesh on Ray, with faults: `python -m tests.cluster [--list] [--keep FOLDER] [CASE ...]`.
+
+Starts a Ray cluster of three nodes on this host (127.0.0.2 is the head) and a mesh with `meshctl up
+--on ray`; frontends run on the first two nodes only. The registry is a real Consul, or with
+`--registry file` files. In each case CLIENTS clients send mixed requests, one after the other, as
+in tests/chaos/rolling.py, and every response is compared with that to the same body before.
+
+    start       a mesh is started, and serves
+    scale       `meshctl scale worker=6`, then worker=2
+    drain       Ray drains a node with a deadline; the node comes back
+    controller  SIGKILL of the controller's process; then `meshctl scale` both ways
+    node        SIGKILL of all processes of a node, raylet first; the node comes back
+    head        SIGKILL of all processes of the head's node; clients use the other frontend
+
+Prints one JSON line a case, then one with the sums:
+
+    errors, inexact    responses that failed, or differ
+    migrated_s         `node`: longest pause of a response that ran when the node was killed
+    replaced_s         `node`: until all members of the node were routable on other nodes
+    passed, failed     names of cases; failed ones with the reason
+
+The exit status is 1 if a case failed. All processes are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chaos.client import Reply
+from tests.chaos.rolling import CLIENTS, Rolling
+from tests.cluster.nodes import HEAD, OTHERS, PYTHON, RAY, Cluster, Observer, running_cluster
+from tests.contract.consul_agent import running_agent
+from tests.kit.waiting import until
+
+COMMAND_S = 180.0
+SETTLED_S = 120.0
+DRAIN_DEADLINE_S = 60
+# Ray's nodes give up a lost head after this time; 60 s by default.
+HEAD_LOST_S = 20
+# Load that goes on after the loss of the head.
+HEADLESS_S = 12.0
+INSTALL = "make .venv-ray/.ready"
+
+
+@dataclass(slots=True)
+class Bed:
+    """A cluster with a mesh."""
+
+    folder: Path
+    cluster: Cluster
+    observer: Observer
+    clients: int
+    # Any: JSON.
+    members: list[dict[str, Any]] = field(default_factory=list)
+
+    async def meshctl(self, *arguments: str) -> list[str]:
+        """Runs a command; returns its output. Raises AssertionError if it fails."""
+        process = await asyncio.create_subprocess_exec(
+            *(str(PYTHON), "-P", "-m", "meshctl", *arguments),
+            cwd=self.folder,
+            env=self.cluster.environment(),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                out, _ = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            raise AssertionError(f"meshctl {arguments[0]}: not within {COMMAND_S:g} s") from None
+        with (self.folder / "meshctl.log").open("ab") as log:
+            log.write(out)
+        text = out.decode(errors="replace")
+        assert process.returncode == 0, f"meshctl {' '.join(arguments)}:\n{text}"
+        return text.splitlines()
+
+    # Any: JSON.
+    async def status(self) -> dict[str, Any]:
+        """Returns what the controller reports."""
+        found = await asyncio.to_thread(self.observer.ask, "status")
+        return found or {"error": "no answer"}
+
+    # Any: JSON.
+    async def live_nodes(self) -> dict[str, str]:
+        """Returns the ids of the nodes that Ray counts as alive, by address."""
+        nodes = await asyncio.to_thread(self.observer.ask, "nodes")
+        return {node["address"]: node["id"] for node in nodes if node["is_alive"]}
+
+    async def spread(self) -> float:
+        """Waits until all members are routable, and no role is on one node only."""
+        return await self.settled(_is_spread)
+
+    async def settled(self, is_also: Callable[[dict[str, Any]], bool] = lambda _: True) -> float:
+        """Waits until all members are routable, and a further condition holds; returns seconds."""
+        began, last = time.monotonic(), {}
+
+        async def is_settled() -> bool:
+            nonlocal last
+            last = await self.status()
+            return bool(last.get("is_settled")) and is_also(last)
+
+        try:
+            await until(is_settled, "all members are routable", SETTLED_S, poll_s=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {json.dumps(last)[:3000]}") from None
+        self.members = last["members"]
+        return time.monotonic() - began
+
+    def on(self, address: str) -> list[str]:
+        """Returns the members on a node."""
+        return [member["name"] for member in self.members if member["node"] == address]
+
+    def urls(self) -> dict[str, str]:
+        """Returns the URL of the frontend of each node."""
+        return {
+            member["node"]: member["addresses"]["http"]
+            for member in self.members
+            if member["role"] == "frontend"
+        }
+
+
+class Load(Rolling):
+    """The clients of a case. replies: all that ended."""
+
+    def __init__(self, bed: Bed, urls: Sequence[str]) -> None:
+        super().__init__(bed.folder, urls, bed.clients)
+        self.replies: list[Reply] = []
+
+    def _count(self, name: str, variant: int, reply: Reply) -> None:
+        super()._count(name, variant, reply)
+        self.replies.append(reply)
+
+    def pause_across(self, at: float) -> float:
+        """Returns the longest pause after a moment of the streams that ran at it."""
+        pauses = [
+            reply.pause_s
+            for reply in self.replies
+            if reply.begun_at < at < reply.ended_at and reply.pause_at > at
+        ]
+        # Without a token at the moment.
+        pauses += [
+            reply.first_at - max(reply.begun_at, at)
+            for reply in self.replies
+            if reply.begun_at < at < reply.first_at
+        ]
+        return max(pauses, default=0.0)
+
+
+# Any: JSON.
+Case = Callable[[Bed, Load], Awaitable[dict[str, Any]]]
+
+
+async def start(bed: Bed, load: Load) -> dict[str, Any]:
+    """Load on the mesh, without a fault."""
+    # Sleep: the load is the case.
+    await asyncio.sleep(3.0)
+    per_node = {address: len(bed.on(address)) for address in (HEAD, *OTHERS)}
+    spread = {
+        role: len({m["node"] for m in bed.members if m["role"] == role})
+        for role in ("router", "indexer", "aggregated worker of sim")
+    }
+    assert set(spread.values()) == {2}, f"a role is on one node: {spread}"
+    return {"members_per_node": per_node}
+
+
+async def scale(bed: Bed, load: Load) -> dict[str, Any]:
+    """More workers, then fewer."""
+    began = time.monotonic()
+    await bed.meshctl("scale", "worker=6")
+    up_s = time.monotonic() - began
+    await bed.settled()
+    assert sum(name.startswith("worker") for name in map(_name, bed.members)) == 6
+    began = time.monotonic()
+    await bed.meshctl("scale", "worker=2")
+    down_s = time.monotonic() - began
+    await bed.spread()
+    assert sum(name.startswith("worker") for name in map(_name, bed.members)) == 2
+    return {"up_s": round(up_s, 1), "down_s": round(down_s, 1)}
+
+
+async def drain(bed: Bed, load: Load) -> dict[str, Any]:
+    """Ray drains a node; its members move before they end."""
+    victim = OTHERS[1]
+    before = bed.on(victim)
+    assert before, "no member on the node"
+    node_id = (await bed.live_nodes())[victim]
+    began = time.monotonic()
+    await asyncio.to_thread(bed.cluster.drain, node_id, DRAIN_DEADLINE_S)
+    await bed.settled(lambda found: all(m["node"] != victim for m in found["members"]))
+    moved_s = time.monotonic() - began
+
+    async def has_left() -> bool:
+        return victim not in await bed.live_nodes()
+
+    await until(has_left, "the raylet has left", SETTLED_S, poll_s=0.5)
+    left_s = time.monotonic() - began
+    await _restore(bed, victim)
+    return {"moved": before, "moved_s": round(moved_s, 1), "left_s": round(left_s, 1)}
+
+
+async def controller(bed: Bed, load: Load) -> dict[str, Any]:
+    """The process of the controller is killed; Ray starts another one, which goes on."""
+    status = await bed.status()
+    os.kill(status["pid"], signal.SIGKILL)
+    began = time.monotonic()
+
+    async def is_back() -> bool:
+        found = await bed.status()
+        return found.get("pid") not in (None, status["pid"]) and bool(found.get("is_settled"))
+
+    await until(is_back, "the controller is back", SETTLED_S, poll_s=0.1)
+    back_s = time.monotonic() - began
+    found = await bed.status()
+    kept = {m["name"]: m["pid"] for m in status["members"]}
+    assert {m["name"]: m["pid"] for m in found["members"]} == kept, "processes were replaced"
+    await bed.meshctl("scale", "worker=3")
+    await bed.meshctl("scale", "worker=2")
+    await bed.spread()
+    return {"back_s": round(back_s, 1)}
+
+
+async def node(bed: Bed, load: Load) -> dict[str, Any]:
+    """All processes of a node are killed at once."""
+    victim = OTHERS[1]
+    # A worker is among them.
+    await bed.meshctl("scale", "worker=3")
+    await bed.spread()
+    lost = bed.on(victim)
+    assert any(name.startswith("worker") for name in lost), f"no worker on the node: {lost}"
+    killed_at = time.monotonic()
+    processes = bed.cluster.kill(victim)
+    await bed.settled(lambda found: all(m["node"] != victim for m in found["members"]))
+    replaced_s = time.monotonic() - killed_at
+
+    async def ray_has_noticed() -> bool:
+        return victim not in await bed.live_nodes()
+
+    await until(ray_has_noticed, "Ray counts the node as dead", SETTLED_S, poll_s=0.2)
+    noticed_s = time.monotonic() - killed_at
+    # Sleep: responses that ran at the moment end.
+    await asyncio.sleep(3.0)
+    migrated_s = load.pause_across(killed_at)
+    await bed.meshctl("scale", "worker=2")
+    await _restore(bed, victim)
+    return {
+        "lost": lost,
+        "processes": processes,
+        "migrated_s": round(migrated_s, 3),
+        "replaced_s": round(replaced_s, 1),
+        "ray_noticed_s": round(noticed_s, 1),
+    }
+
+
+async def head(bed: Bed, load: Load) -> dict[str, Any]:
+    """The node of the head is killed: Ray replaces nothing any more, and the mesh serves on until
+    the other nodes of Ray give up."""
+    urls = bed.urls()
+    load.avoid(urls[HEAD])
+    # Sleep: requests that are on their way have been accepted.
+    await asyncio.sleep(2.0)
+    lost = bed.on(HEAD)
+    left = {m["name"]: m["pid"] for m in bed.members if m["node"] != HEAD}
+    killed_at = time.monotonic()
+    bed.cluster.kill(HEAD)
+    # Sleep: the load goes on without a head.
+    await asyncio.sleep(HEADLESS_S)
+    served = sum(1 for reply in load.replies if reply.begun_at > killed_at + 1 and not reply.error)
+    migrated_s = load.pause_across(killed_at)
+    load.stop()
+
+    def have_ended() -> bool:
+        return not any(Path(f"/proc/{pid}").exists() for pid in left.values())
+
+    await until(have_ended, "the services have ended", HEAD_LOST_S + SETTLED_S, poll_s=0.5)
+    return {
+        "lost": lost,
+        "left": sorted(left),
+        "served_without_head": served,
+        "migrated_s": round(migrated_s, 3),
+        "ended_s": round(time.monotonic() - killed_at, 1),
+        "head_lost_limit_s": HEAD_LOST_S,
+    }
+
+
+CASES: Mapping[str, Case] = {
+    "start": start,
+    "scale": scale,
+    "drain": drain,
+    "controller": controller,
+    "node": node,
+    "head": head,
+}
+
+
+async def _restore(bed: Bed, address: str) -> None:
+    """Starts a node again."""
+    await asyncio.to_thread(bed.cluster.start, address)
+    await bed.spread()
+
+
+# Any: JSON.
+def _is_spread(status: Mapping[str, Any]) -> bool:
+    nodes: dict[str, list[str]] = {}
+    for member in status["members"]:
+        nodes.setdefault(member["role"], []).append(member["node"])
+    return all(len(found) == 1 or len(set(found)) > 1 for found in nodes.values())
+
+
+def _name(member: Mapping[str, Any]) -> str:
+    return str(member["name"])
+
+
+async def run_case(name: str, bed: Bed) -> dict[str, Any]:
+    """Returns the JSON line of a case."""
+    began = time.monotonic()
+    line: dict[str, Any] = {"case": name, "errors": 0, "inexact": 0, "failed": ""}
+    load = Load(bed, list(bed.urls().values()))
+    try:
+        refused = await load.learn()
+        assert not refused, f"the mesh refuses {refused}"
+        line |= await load.run(lambda: CASES[name](bed, load))
+    except* AssertionError as group:
+        line["failed"] = "; ".join(str(error) for error in group.exceptions)[:4000]
+    found = load.observations
+    line |= {
+        "requests": found.requests,
+        "errors": found.errors.total(),
+        "inexact": found.inexact.total(),
+        "longest_pause_s": round(found.longest_pause_s, 3),
+        "seconds": round(time.monotonic() - began, 1),
+        "load": round(os.getloadavg()[0], 1),
+    }
+    return {**line, **({"why": found.errors.most_common(3)} if found.errors else {})}
+
+
+def mesh_file(registry: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the mesh file. Its frontends run on nodes with a label."""
+    return {
+        **registry,
+        "drain_s": 10,
+        "ready_s": 90,
+        "frontends": {
+            "count": 2,
+            "http_port": 0,
+            "resources": {"labels": {"edge": "yes"}, "per_node": 1},
+        },
+        "routers": {"count": 2},
+        "indexers": {"count": 2},
+        "workers": [{"count": 2, "settings": {"speedup": 0.5}}],
+    }
+
+
+async def run(names: Sequence[str], folder: Path, registry: Mapping[str, str], clients: int) -> int:
+    """Runs the cases on one mesh; returns the exit status."""
+    settings = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_LOST_S)}
+    (folder / "mesh.yaml").write_text(yaml.safe_dump(mesh_file(registry)))
+    lines: list[dict[str, Any]] = []
+    with running_cluster(folder, settings) as cluster, contextlib.ExitStack() as stack:
+        observer = Observer(cluster, folder / "observer.log")
+        stack.callback(observer.close)
+        bed = Bed(folder, cluster, observer, clients)
+        began = time.monotonic()
+        await bed.meshctl("up", "--on", "ray", "-f", "mesh.yaml")
+        await bed.settled()
+        up_s = round(time.monotonic() - began, 1)
+        for name in names:
+            lines.append(await run_case(name, bed))
+            print(json.dumps(lines[-1]), flush=True)
+            if lines[-1]["failed"]:
+                break
+        if "head" not in names and not lines[-1]["failed"]:
+            await bed.meshctl("down")
+    total = summarize(lines, up_s, names)
+    print(json.dumps(total))
+    return 1 if total["errors"] or total["inexact"] or total["failed"] else 0
+
+
+def summarize(
+    lines: Sequence[Mapping[str, Any]], up_s: float, names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the last line."""
+    failed = {line["case"]: line["failed"] for line in lines if line["failed"]}
+    failed |= dict.fromkeys(names[len(lines) :], "not run")
+    of_node: Mapping[str, Any] = next((line for line in lines if line["case"] == "node"), {})
+    return {
+        "errors": sum(line["errors"] for line in lines),
+        "inexact": sum(line["inexact"] for line in lines),
+        "migrated_s": of_node.get("migrated_s"),
+        "replaced_s": of_node.get("replaced_s"),
+        "up_s": up_s,
+        "passed": [line["case"] for line in lines if not line["failed"]],
+        "failed": failed,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Runs the cases; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--list", action="store_true", help="only list the cases")
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--registry", choices=["consul", "file"], default="consul")
+    parser.add_argument("--keep", type=Path, help="keep the logs in this folder")
+    options = parser.parse_args(argv)
+    if unknown := set(options.cases) - CASES.keys():
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; see --list")
+    names = [name for name in CASES if name in options.cases or not options.cases]
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    if not RAY.exists():
+        print(f"Ray is not installed; run: {INSTALL}", file=sys.stderr)
+        return 1
+    # The processes of Ray are ended then, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with contextlib.ExitStack() as stack:
+        # Ray's sockets have paths of at most 107 bytes.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-ray-")))
+        if options.keep is not None:
+            stack.callback(_keep, folder, options.keep)
+        registry = {"registry": "file", "registry_path": str(folder / "registry")}
+        if options.registry == "consul":
+            try:
+                agent = stack.enter_context(running_agent())
+            except pytest.skip.Exception as error:
+                print(f"{error.msg}; use --registry file", file=sys.stderr)
+                return 1
+            registry = {"registry": "consul", "consul_url": agent.url}
+        return asyncio.run(run(names, folder, registry, options.clients))
+
+
+def _keep(folder: Path, kept: Path) -> None:
+    shutil.copytree(folder, kept, dirs_exist_ok=True, ignore=_is_no_file)
+
+
+def _is_no_file(folder: str, names: list[str]) -> list[str]:
+    return [
+        name
+        for name in names
+        if (not (path := Path(folder) / name).is_dir() and not path.is_file()) or path.is_symlink()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
