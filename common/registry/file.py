@@ -19,7 +19,7 @@ heartbeat, no time-out, no false death under load.
 - The lock belongs to the open file description and would outlive its owner in a forked child (as
   with flock). O_CLOEXEC closes it in children that exec, a fork hook in those that do not.
 - Watchers keep a descriptor of each entry. If the directory or an entry vanishes, they continue to
-  query the locks, and each owner restores its own entry within one poll; nothing else is restored.
+  query the locks, and each owner restores its own entry and card within a second.
   An *empty* file was withdrawn (`deregister` truncates before it unlinks), even if still locked.
 
 A model's lock file holds the checksum of the card that was registered last. All live instances of
@@ -63,6 +63,7 @@ from common.registry.file_lock import (
 from common.registry.file_view import FolderView, encode_entry, entry_name
 from common.registry.folder_changes import FolderChanges
 from common.registry.instances import Instance, Snapshot, find_card_conflict
+from common.registry.own_cards import OwnCards
 from common.registry.registry import (
     Lease,
     Watch,
@@ -116,6 +117,7 @@ class FileRegistry:
         self._views: dict[str, FolderView] = {}
         self._changes = FolderChanges()
         self._leases: dict[int, _FileLease] = {}
+        self._cards = OwnCards(self._has_card, self._store_card)
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
         registry_ref = weakref.ref(self)
@@ -151,7 +153,8 @@ class FileRegistry:
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
-        await asyncio.to_thread(_store_card, self._card_path(card.checksum), card)
+        await self._store_card(card)
+        self._cards.add(card, (lease.instance for lease in self._leases.values()))
 
     async def get_card(self, checksum: str) -> ModelCard:
         self._check_open()
@@ -228,6 +231,14 @@ class FileRegistry:
             raise InvalidRequest(f"{checksum!r} is not 64 hex digits", "card_checksum")
         return self._path / "cards" / f"{checksum}.json"
 
+    async def _has_card(self, checksum: str) -> bool:
+        path = self._card_path(checksum)
+        with _map_os_errors(path):
+            return path.exists()
+
+    async def _store_card(self, card: ModelCard) -> None:
+        await asyncio.to_thread(_store_card, self._card_path(card.checksum), card)
+
     async def _publish_if_card_agrees(
         self, instance: Instance, publish: Callable[[Instance], None]
     ) -> None:
@@ -278,8 +289,10 @@ class FileRegistry:
             if all(map(self._changes.observe, folders)):
                 await self._changes.wait(count, RECHECK_INTERVAL_S)
             await asyncio.sleep(self._poll_interval_s)
-            for lease in tuple(self._leases.values()):
+            leases = tuple(self._leases.values())
+            for lease in leases:
                 lease.reconcile()
+            await self._cards.restore(lease.instance for lease in leases)
 
 
 class _FileLease:

@@ -4,7 +4,7 @@
 `common/registry/consul`; one contract suite tests all of them (`tests/contract/test_registry.py`).
 
 A lost store does not stop serving: a watch keeps its last snapshot, and an owner restores its entry
-when the entry vanished or the store returns.
+and its card when they vanished or the store returns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Registry(Protocol):
 
     async def put_card(self, card: ModelCard) -> None:
         """Stores `card` under its checksum, without expiry. Call before registering with that
-        checksum."""
+        checksum. While an own entry has it, this client stores it again if the store loses it."""
 
     async def get_card(self, checksum: str) -> ModelCard:
         """Returns the verified card. Raises NotFound, InvalidRequest with the corrupt field."""

@@ -63,6 +63,9 @@ class Mesh(Protocol):
     def damage_card(self, checksum: str) -> None:
         """Change a byte of a stored card."""
 
+    def lose_all(self) -> None:
+        """Remove all that is stored; skips where that is impossible."""
+
     async def close(self) -> None:
         """End all clients and processes."""
 
@@ -90,6 +93,9 @@ class MemoryMesh:
         return MemoryOwner(client)
 
     def lose_entry(self, instance: Instance) -> None:
+        pytest.skip("memory cannot be changed from outside")
+
+    def lose_all(self) -> None:
         pytest.skip("memory cannot be changed from outside")
 
     def damage_card(self, checksum: str) -> None:
@@ -150,6 +156,9 @@ class FileMesh:
 
     def lose_entry(self, instance: Instance) -> None:
         self.entry(instance).unlink()
+
+    def lose_all(self) -> None:
+        shutil.rmtree(self.path)
 
     def damage_card(self, checksum: str) -> None:
         file = self.path / "cards" / f"{checksum}.json"
@@ -238,6 +247,9 @@ class ConsulMesh:
     def lose_entry(self, instance: Instance) -> None:
         service_id = f"kvmesh-{instance.namespace}-{instance.id:016x}"
         self._put(f"/v1/agent/service/deregister/{service_id}")
+
+    def lose_all(self) -> None:
+        self.agent.wipe()
 
     def damage_card(self, checksum: str) -> None:
         key = f"/v1/kv/kvmesh/cards/{checksum}/0"
@@ -678,6 +690,27 @@ async def test_an_owner_restores_its_deleted_entry(mesh: Mesh) -> None:
         return one.id in (await mesh.connect().snapshot(NS)).instances
 
     await until(is_back, "the entry is back")
+
+
+async def test_owners_restore_entry_and_card_of_a_store_that_lost_everything(mesh: Mesh) -> None:
+    first, second = mesh.connect(), mesh.connect()
+    one, two = (worker(model="m", card_checksum=CARD.checksum) for _ in range(2))
+    for registry, instance in ((first, one), (second, two)):
+        await registry.put_card(CARD)
+        await registry.register(instance)
+    mesh.lose_all()
+    reader = mesh.connect()
+
+    async def are_back() -> bool:
+        return (await reader.snapshot(NS)).instances.keys() >= {one.id, two.id}
+
+    async def is_stored() -> bool:
+        with contextlib.suppress(NotFound):
+            return await reader.get_card(CARD.checksum) == CARD
+        return False
+
+    await until(are_back, "the entries are back")
+    await until(is_stored, "the card is back")
 
 
 # Faults of the file registry only.

@@ -1,7 +1,9 @@
-"""A mesh with a real Consul: what faults of Consul and of workers cost clients."""
+"""A mesh with a real Consul: what faults of Consul and of workers cost clients. Also a registry of
+files that is lost."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +95,23 @@ def test_no_request_fails_while_consul_dies_and_returns_without_state(
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served again")
     assert set(load.statuses) == {200}
     wait_for(mesh.is_complete, "the frontend sees all instances again")
+    check_new_frontend(mesh)
+
+
+def check_new_frontend(mesh: Mesh) -> None:
+    """Raises AssertionError unless a frontend that starts now serves the model by its card."""
+    url = mesh.spawn("frontend").wait_ready().addresses["http"]
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    wait_for(
+        lambda: mesh.http.post(f"{url}/v1/completions", json=body).status_code == 200,
+        "a new frontend serves the model",
+    )
+
+
+def test_a_new_frontend_serves_after_the_folder_of_the_registry_was_deleted(tmp_path: Path) -> None:
+    with Mesh(tmp_path, workers=1, worker_flags=["--speedup=0"]) as mesh:
+        shutil.rmtree(tmp_path / "registry")
+        check_new_frontend(mesh)
 
 
 def registered_ids(agent: ConsulAgent) -> set[int]:

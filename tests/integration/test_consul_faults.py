@@ -20,7 +20,14 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import Conflict, InvalidRequest, MeshError, PermissionDenied, Unavailable
+from common.errors import (
+    Conflict,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.consul.watch import RECONCILE_S
@@ -59,12 +66,15 @@ class Mesh:
     clients: list[ConsulRegistry] = field(default_factory=list)
     processes: list[asyncio.subprocess.Process] = field(default_factory=list)
 
-    def connect(self, unreachable_timeout_s: float = WAIT_S) -> ConsulRegistry:
+    def connect(
+        self, unreachable_timeout_s: float = WAIT_S, card_check_interval_s: float = 30.0
+    ) -> ConsulRegistry:
         self.clients.append(
             ConsulRegistry(
                 self.agent.url,
                 reconcile_interval_s=0.25,
                 unreachable_timeout_s=unreachable_timeout_s,
+                card_check_interval_s=card_check_interval_s,
             )
         )
         return self.clients[-1]
@@ -394,6 +404,31 @@ async def test_a_card_conflict_is_detected_before_consul_has_reached_the_first_w
     await mesh.connect().register(first)
     with pytest.raises(Conflict, match="c1"):
         await mesh.connect().register(worker(healthy.address, "b", model="m", card_checksum="c2"))
+
+
+async def test_an_owner_restores_its_card_although_the_agent_kept_its_entry(
+    mesh: Mesh, healthy: ThreadedHealthServer
+) -> None:
+    card = ModelCard(name="m", artifacts={"a": Artifact.of(b"x")})
+    owner = mesh.connect(card_check_interval_s=0.1)
+    await owner.put_card(card)
+    await owner.register(worker(healthy.address, model="m", card_checksum=card.checksum))
+    await owner.put_card(unused := ModelCard(name="n"))
+    with capture_logs() as logs:
+        # As servers that return without their state.
+        (await mesh.http.delete("/v1/kv/?recurse")).raise_for_status()
+
+        async def is_stored() -> bool:
+            with contextlib.suppress(NotFound):
+                return await mesh.connect().get_card(card.checksum) == card
+            return False
+
+        await until(is_stored, "the card is back")
+    assert [line["card_checksum"] for line in logs if line["event"] == "card_restored"] == [
+        card.checksum
+    ]
+    with pytest.raises(NotFound):
+        await mesh.connect().get_card(unused.checksum)
 
 
 async def test_a_card_larger_than_a_consul_value_is_stored_in_parts(mesh: Mesh) -> None:

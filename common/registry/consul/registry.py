@@ -36,6 +36,7 @@ from common.registry.consul.watch import (
     is_alive,
 )
 from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot, find_card_conflict
+from common.registry.own_cards import OwnCards
 from common.registry.registry import (
     Lease,
     Watch,
@@ -55,6 +56,8 @@ RECONCILE_INTERVAL_S = 1.0
 # A registration is listed within milliseconds, unless the agent has no servers.
 LISTED_WITHIN_S = 5.0
 DEPARTURE_KEPT_S = 3600.0
+# Servers may lose their keys while an agent keeps its entries.
+CARD_CHECK_INTERVAL_S = 30.0
 
 LOG = structlog.get_logger(__name__)
 
@@ -71,6 +74,8 @@ class ConsulRegistry:
     signer: as of FileRegistry.
     ttl_s: life of TTL checks.
     reconcile_interval_s: how often owners check their entries.
+    card_check_interval_s: how often owners check their cards, beside the times at which an entry
+        was lost.
     unreachable_timeout_s: how long each step of `register` and `put_card` waits for an unreachable
         Consul before it raises Unavailable.
     rng: for jitter.
@@ -85,6 +90,7 @@ class ConsulRegistry:
         signer: EntrySigner = UNSIGNED,
         ttl_s: float = TTL_S,
         reconcile_interval_s: float = RECONCILE_INTERVAL_S,
+        card_check_interval_s: float = CARD_CHECK_INTERVAL_S,
         unreachable_timeout_s: float = UNREACHABLE_TIMEOUT_S,
         rng: Random | None = None,
     ) -> None:
@@ -92,10 +98,13 @@ class ConsulRegistry:
         self._signer = signer
         self._ttl_s = ttl_s
         self._reconcile_interval_s = reconcile_interval_s
+        self._card_check_interval_s = card_check_interval_s
         self._unreachable_timeout_s = unreachable_timeout_s
         self._rng = SystemRandom() if rng is None else rng
         self._views: dict[str, NamespaceView] = {}
         self._leases: dict[int, _ConsulLease] = {}
+        self._cards = OwnCards(self._has_card, self._store_card)
+        self._cards_due_at = 0.0
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -151,6 +160,8 @@ class ConsulRegistry:
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
         await self._retry(partial(self._store_card, card))
+        self._cards.add(card, (lease.instance for lease in self._leases.values()))
+        self._cards_due_at = time.monotonic() + self._card_check_interval_s
 
     async def get_card(self, checksum: str) -> ModelCard:
         self._check_open()
@@ -280,6 +291,9 @@ class ConsulRegistry:
                 )
             await asyncio.sleep(spacing.next_s())
 
+    async def _has_card(self, checksum: str) -> bool:
+        return await self._client.get(f"{card_key(checksum)}/manifest") is not None
+
     async def _store_card(self, card: ModelCard) -> None:
         try:
             await self.get_card(card.checksum)
@@ -301,7 +315,16 @@ class ConsulRegistry:
     async def _reconcile(self) -> None:
         while True:
             await asyncio.sleep(self._reconcile_interval_s * (0.8 + 0.4 * self._rng.random()))
-            await asyncio.gather(*(lease.reconcile() for lease in tuple(self._leases.values())))
+            leases = tuple(self._leases.values())
+            are_restored = await asyncio.gather(*(lease.reconcile() for lease in leases))
+            now = time.monotonic()
+            if any(are_restored):
+                self._cards_due_at = now
+            if now >= self._cards_due_at and await self._cards.restore(
+                lease.instance for lease in leases
+            ):
+                spread = 0.8 + 0.4 * self._rng.random()
+                self._cards_due_at = now + self._card_check_interval_s * spread
 
 
 class _ConsulLease:
@@ -344,22 +367,23 @@ class _ConsulLease:
                 # Consul removes it: its check fails from now on.
                 LOG.warning("registry_entry_left_behind", id=self.instance.id, error=error.message)
 
-    async def reconcile(self) -> None:
-        """Registers again if the entry is lost or another one; renews signature and TTL. Failures
-        are logged."""
+    async def reconcile(self) -> bool:
+        """Registers again if the entry is lost or another one; renews signature and TTL. Returns
+        whether the entry was restored. Failures are logged."""
         async with self.lock:
             if not (self._is_open and self._is_published):
-                return
+                return False
             try:
                 await self._restore_or_renew()
             except MeshError as error:
                 if not self.is_lost:
                     LOG.warning("registration_lost", id=self.instance.id, error=error.message)
                 self.is_lost = True
-            else:
-                if self.is_lost:
-                    LOG.info("registration_restored", id=self.instance.id)
-                self.is_lost = False
+                return False
+            was_lost, self.is_lost = self.is_lost, False
+            if was_lost:
+                LOG.info("registration_restored", id=self.instance.id)
+            return was_lost
 
     async def _restore_or_renew(self) -> None:
         namespace, instance_id = self.instance.namespace, self.instance.id
