@@ -25,6 +25,7 @@ FILE_BYTES_MAX = 1 << 20
 _VARIABLE = re.compile(rf"{PREFIX}(?:(?:{'|'.join(SERVICES)})_)?([A-Z0-9_]+)")
 # Keys of sections with the flag for their count.
 _COUNTS = ("frontends", "routers", "indexers", "consoles")
+_CERTIFICATE = ("tls_cert_path", "tls_key_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,37 @@ class LoadedMesh:
         ]
 
     def with_shared_settings(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Returns an environment with the settings of every service, for meshctl itself."""
-        shared = {f"{PREFIX}{name.upper()}": text for name, text in self.mesh.settings.items()}
+        """Returns an environment with the settings of every service, for meshctl itself.
+
+        If they have authorities only, and certificates are not bound to roles, meshctl uses the
+        certificate of the first service that has one.
+        """
+        shared = {_variable(name): text for name, text in self.mesh.settings.items()}
         if "http_host" in self.mesh.frontends.model_fields_set:
             shared[f"{PREFIX}FRONTEND_HTTP_HOST"] = self.mesh.frontends.http_host
-        return with_variables(environ, shared)
+        values = with_variables(environ, shared)
+        given = [name for name in (*_CERTIFICATE, "tls_role_domain") if values.get(_variable(name))]
+        return values if given or not values.get(_variable("tls_ca_path")) else self._own(values)
 
-    def place(self, problem: str, origins: Mapping[str, KeyPath]) -> str:
+    def _own(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Returns variables with the certificate of a service, if one has its own."""
+        mesh = self.mesh
+        for section in (mesh.frontends, mesh.routers, mesh.indexers, *mesh.workers):
+            found = {_variable(name): section.settings.get(name, "") for name in _CERTIFICATE}
+            if all(found.values()):
+                return {**values, **found}
+        return dict(values)
+
+    def place(self, problem: str, origins: Mapping[str, KeyPath], service: str = "") -> str:
         """Returns a problem of `read_config` with the place of its key.
 
-        origins: the keys by flag or variable. A problem of another flag or variable is returned
-        with the name of the file only.
+        - origins: the keys by flag or variable. A problem of another flag or variable is returned
+          with the name of the file, and of the service.
+        - service: a process of the mesh; "": all.
         """
         source, _, text = problem.partition(":")
         if source not in origins:
-            return f"{self.document.name}: {problem}"
+            return ": ".join(filter(None, (self.document.name, service, problem)))
         text = _VARIABLE.sub(lambda match: match[1].lower(), text.strip())
         text = text.replace("no such variable", "no such setting")
         return self.document.problem(origins[source], text)
@@ -107,10 +124,14 @@ def read_mesh_file(path: Path, environ: Mapping[str, str] = MappingProxyType({})
     return loaded
 
 
+def _variable(setting: str) -> str:
+    return f"{PREFIX}{setting.upper()}"
+
+
 def _shared_setting_problems(loaded: LoadedMesh, environ: Mapping[str, str]) -> list[str]:
     """Returns the problems of top-level settings. Those of variables are found by the command."""
     origins: dict[str, KeyPath] = {
-        f"{PREFIX}{name.upper()}": ("settings", name) for name in loaded.mesh.settings
+        _variable(name): ("settings", name) for name in loaded.mesh.settings
     }
     values = loaded.with_shared_settings(environ)
     try:

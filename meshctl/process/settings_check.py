@@ -58,7 +58,9 @@ def check_settings(
         fitted, others = _fit(spec, of_spec)
         fitting.append(fitted)
         problems += [
-            f"{spec.name}: {problem}" if loaded is None else loaded.place(problem, spec.origins)
+            f"{spec.name}: {problem}"
+            if loaded is None
+            else loaded.place(problem, spec.origins, spec.name)
             for problem in others
         ]
     if problems:

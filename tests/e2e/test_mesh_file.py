@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from meshctl.process.control import request
+from tests.kit.certificates import Authority
 from tests.kit.processes import ROOT
 from tests.kit.waiting import wait_for
 
@@ -159,6 +160,27 @@ def test_a_restart_uses_the_settings_and_adapters_that_the_file_has_now(tmp_path
         wait_for(lambda: "replaced" in mesh.out.read_text().rpartition("frontend-0")[2], "replaced")
         reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False)
         assert reply.status_code == 200, reply.text
+
+
+def test_certificates_of_the_groups_suffice_if_the_file_names_the_authority_for_all(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path / "tls")
+    cert, key = authority.issue("member")
+    own = f"{{settings: {{tls_cert_path: {cert}, tls_key_path: {key}}}"
+    shared = f"settings: {{tls_ca_path: {authority.ca}}}\n"
+    groups = f"routers: {own}}}\nindexers: {{count: 0}}\nworkers: [{own}}}]\n"
+    path = tmp_path / "mesh.yaml"
+    path.write_text(f"{shared}frontends: {{http_port: 0}}\n{groups}")
+    check = Up(tmp_path, "-f", "mesh.yaml", "--check")
+    assert check.process.wait(READY_S) == 2
+    refused = check.out.read_text()
+    assert refused.startswith("mesh.yaml: frontend-0: --tls-cert-path: set all of"), refused
+    path.write_text(f"{shared}frontends: {own}, http_port: 0}}\n{groups}")
+    with running(tmp_path, "-f", "mesh.yaml") as mesh:
+        # It calls the members itself, to see whether they are routable.
+        done = mesh.meshctl("restart", "--wait", "router")
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_problem_of_the_file_is_named_before_anything_starts(tmp_path: Path) -> None:
