@@ -123,6 +123,11 @@ def mesh_error_from_status(
     return cls.restore(message, field=field, retry_after_s=retry_after_s)
 
 
+def code_name(error: MeshError) -> str:
+    """Returns the gRPC code of an error in lower case, such as `unavailable`."""
+    return _GRPC_CODE_BY_NUMBER[errors.status_code(error)].name.lower()
+
+
 @contextmanager
 def map_rpc_errors() -> Iterator[None]:
     """Turns AioRpcErrors of the block into MeshErrors."""

@@ -209,7 +209,7 @@ class MemberFacts:
 
     instance: Instance
     health: str = "serving"
-    """Its gRPC health, or the code of the error, in lower case."""
+    """`health` of `common/inspection/members.py`."""
 
     detail: str = ""
     """The text of the error."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from common.errors import MeshError
+from common.inspection import members
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
-from common.rpc.interceptors import TIME_KEY
-from common.service.routable.service import read_routable
-from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from common.rpc.status import code_name
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from meshctl.doctor.facts import IndexerFacts, MemberFacts, RankState, VerifiedRank
@@ -29,33 +24,37 @@ _SETTLED = ("exact", "degraded", "approx")
 
 
 async def read_member(instance: Instance, security: rpc.Security, limit_s: float) -> MemberFacts:
-    """Returns what a member answers. Its health first: the questions of its service follow only if
+    """Returns what a member answers. Its state first: the questions of its service follow only if
     it answers."""
     async with rpc.channel(instance.address, role=instance.service, security=security) as channel:
-        member = await _read_health(instance, channel, limit_s)
-        if member.health not in ("serving", "not_serving"):
+        state = await members.read_member(channel, instance.service, timeout_s=limit_s)
+        member = _facts_of(instance, state)
+        if not state.has_responded:
             return member
         try:
-            member = await _read_routable(member, channel, limit_s)
             match instance.service:
-                case "worker":
-                    return await _read_worker(member, channel, limit_s)
                 case "router":
                     return await _read_router(member, channel, limit_s)
                 case "indexer":
                     return await _read_indexer(member, channel, limit_s)
         except MeshError as error:
-            code = type(error).__name__
-            return replace(member, health=_CODES.get(code, code.lower()), detail=error.message)
+            return replace(member, health=code_name(error), detail=error.message)
     return member
 
 
-_CODES = {
-    "Unauthenticated": "unauthenticated",
-    "PermissionDenied": "permission_denied",
-    "DeadlineExceeded": "deadline_exceeded",
-    "Unavailable": "unavailable",
-}
+def _facts_of(instance: Instance, state: members.MemberState) -> MemberFacts:
+    clock, routable = state.clock, state.routable
+    return MemberFacts(
+        instance,
+        state.health,
+        state.detail,
+        clock_ahead_s=None if clock is None else clock.ahead_s,
+        clock_error_s=0.0 if clock is None else clock.error_s,
+        is_routable=None if routable is None else routable.is_routable,
+        missing_peers=() if routable is None else tuple(map(str, routable.missing)),
+        given_up_peers=() if routable is None else tuple(map(str, routable.given_up)),
+        engine_failure=state.failure,
+    )
 
 
 def has_settled_index(member: MemberFacts) -> bool:
@@ -66,49 +65,6 @@ def has_settled_index(member: MemberFacts) -> bool:
         any(row.extra or row.missing or row.error for row in indexer.verified) if indexer else False
     )
     return not differs and all(state.state in _SETTLED for state in ranks)
-
-
-async def _read_health(instance: Instance, channel: rpc.MeshChannel, limit_s: float) -> MemberFacts:
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # Its methods are not typed.
-    before_s = time.time()
-    call = stub.Check(health_pb2.HealthCheckRequest(), timeout=limit_s)
-    try:
-        response = await call
-        trailing = dict(await call.trailing_metadata() or ())
-    except grpc.aio.AioRpcError as error:
-        return MemberFacts(instance, error.code().name.lower(), error.details() or "")
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
-    after_s = time.time()
-    ahead_s = None
-    if str(trailing.get(TIME_KEY, "")).isdecimal():
-        ahead_s = int(trailing[TIME_KEY]) / 1000 - (before_s + after_s) / 2
-    return MemberFacts(
-        instance, status, clock_ahead_s=ahead_s, clock_error_s=(after_s - before_s) / 2
-    )
-
-
-async def _read_routable(
-    member: MemberFacts, channel: rpc.MeshChannel, limit_s: float
-) -> MemberFacts:
-    routable = await read_routable(channel, timeout_s=limit_s)
-    if routable is None:
-        return member
-    return replace(
-        member,
-        is_routable=routable.is_routable,
-        missing_peers=tuple(map(str, routable.missing)),
-        given_up_peers=tuple(map(str, routable.given_up)),
-    )
-
-
-async def _read_worker(
-    member: MemberFacts, channel: rpc.MeshChannel, limit_s: float
-) -> MemberFacts:
-    stub = engine_pb2_grpc.EngineServiceStub(channel)
-    load: engine_pb2.GetLoadResponse = await rpc.unary(
-        stub.GetLoad, engine_pb2.GetLoadRequest(), timeout_s=limit_s
-    )
-    return replace(member, engine_failure=load.engine_failure)
 
 
 async def _read_router(
