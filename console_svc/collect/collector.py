@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Final
 
 import structlog
@@ -18,6 +18,7 @@ import structlog
 from common.access.key_file import KeyFile
 from common.api_keys import KeyDocument
 from common.inspection.members import read_member
+from common.inspection.traffic import Traffic
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.open import describe_registry
 from common.registry.registry import Registry, follow
@@ -41,10 +42,7 @@ QUERIES_MAX: Final = 32
 QUERY_TIMEOUT_S: Final = 2.0
 # Statistics of indexers have a line for each worker.
 INDEX_INTERVAL_S: Final = 5.0
-OVERVIEW_CURVES: Final = (
-    *("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms"),
-    *("running", "waiting", "kv_use"),
-)
+OVERVIEW_CURVES: Final = (*(field.name for field in fields(Traffic)), "kv_use")
 OVERVIEW_POINTS: Final = 450
 PROBLEMS_MAX: Final = 100
 # Changes of the registry that follow each other are shown at once.
@@ -233,25 +231,23 @@ class Collector:
                 traffic.requests_per_s,
                 traffic.tokens_per_s,
             )
-        total, members = self.frontends.total, self.roster.members
-        workers = [member for member in members if member.service == "worker"]
-        values = {
-            "requests_per_s": total.requests_per_s,
-            "tokens_per_s": total.tokens_per_s,
-            "ttft_p50_ms": total.ttft_p50_ms,
-            "ttft_p99_ms": total.ttft_p99_ms,
-            "running": _sum([worker.running for worker in workers]),
-            "waiting": _sum([worker.waiting for worker in workers]),
-            "kv_use": _kv_use(workers),
-        }
+        workers = [member for member in self.roster.members if member.service == "worker"]
+        values = asdict(self._traffic(workers)) | {"kv_use": _kv_use(workers)}
         self._history.add(time.time(), values)
         usages = {name: scrape.usage for name, scrape in self.frontends.scrapes.items()}
         self._shares.add(time.monotonic(), usages)
         self.refresh()
 
+    def _traffic(self, workers: Sequence[Member]) -> Traffic:
+        return replace(
+            self.frontends.total,
+            running=_sum([worker.running for worker in workers]),
+            waiting=_sum([worker.waiting for worker in workers]),
+        )
+
     def refresh(self) -> None:
         """Computes what pages show of the newest figures."""
-        members, total = self.roster.members, self.frontends.total
+        members = self.roster.members
         workers = [member for member in members if member.service == "worker"]
         readiness = self.frontends.readiness.values()
         self.overview = Overview(
@@ -260,12 +256,7 @@ class Collector:
             registry_problem=self._registry_problem(),
             members=len(members),
             unhealthy=count_unhealthy(members),
-            requests_per_s=total.requests_per_s,
-            tokens_per_s=total.tokens_per_s,
-            ttft_p50_ms=total.ttft_p50_ms,
-            ttft_p99_ms=total.ttft_p99_ms,
-            running=_sum([worker.running for worker in workers]),
-            waiting=_sum([worker.waiting for worker in workers]),
+            traffic=self._traffic(workers),
             kv_use=_kv_use(workers),
             curves=self._history.curves(),
             problems=tuple(self._problems(members)),

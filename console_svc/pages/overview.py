@@ -115,16 +115,17 @@ def _headline(overview: Overview) -> str:
 
 
 def _tiles(overview: Overview) -> dict[str, tuple[str, str]]:
-    waiting = f"{number(overview.waiting)} waiting"
+    traffic = overview.traffic
+    waiting = f"{number(traffic.waiting)} waiting"
     unhealthy = f"{overview.unhealthy} with a problem" if overview.unhealthy else "all serve"
     return {
-        "Requests a second": (rate(overview.requests_per_s), "ended, last 10 s"),
-        "Output tokens a second": (count(overview.tokens_per_s), "all frontends"),
+        "Requests a second": (rate(traffic.requests_per_s), "ended, last 10 s"),
+        "Output tokens a second": (count(traffic.tokens_per_s), "all frontends"),
         "Time to first token": (
-            duration(overview.ttft_p50_ms),
-            f"median; p99 {duration(overview.ttft_p99_ms)}",
+            duration(traffic.ttft_p50_ms),
+            f"median; p99 {duration(traffic.ttft_p99_ms)}",
         ),
-        "Running requests": (number(overview.running), waiting),
+        "Running requests": (number(traffic.running), waiting),
         "KV in use": (percent(overview.kv_use), "by running requests"),
         "Members": (number(overview.members), unhealthy if overview.members else ""),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from common.inspection.traffic import Traffic
+
 SERVING = "serving"
 FAILING = "failing"
 """Health of a worker that responds, but of which the engine fails its probes."""
@@ -240,16 +242,12 @@ class Overview:
 
     members: int = 0
     unhealthy: int = 0
-    requests_per_s: float | None = None
-    tokens_per_s: float | None = None
-    ttft_p50_ms: float | None = None
-    ttft_p99_ms: float | None = None
-    running: int | None = None
-    waiting: int | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    """Its running and waiting requests are those of the workers."""
+
     kv_use: float | None = None
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """By name: `requests_per_s`, `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms`, `running`,
-    `waiting`, `kv_use`."""
+    """By name: those of `Traffic`, and `kv_use`."""
 
     problems: tuple[str, ...] = ()
     """What the operator should look at, as sentences."""

@@ -99,7 +99,7 @@ async def test_it_shows_the_members_with_health_load_index_and_model(state: Live
     assert worker is not None
     assert (worker.role, worker.running, worker.kv_use) == ("prefill", 0, 0.0)
     await until(lambda: all(m.is_routable for m in state.members), "all are routable")
-    await until(lambda: state.overview.requests_per_s is not None, "the traffic is known")
+    await until(lambda: state.overview.traffic.requests_per_s is not None, "the traffic is known")
     (model,) = state.models
     assert model.workers == {"prefill": ("prefill-1",), "decode": ("decode-1",)}
     assert "tokenizer.json" in model.artifacts

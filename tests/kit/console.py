@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import NotFound
+from common.inspection.traffic import Traffic
 from common.usage import UsageCounts
 from console_svc.state.actions import ChatDelta, ChatRequest, ReplayReport, ReplayRequest, ReplayRun
 from console_svc.state.members import (
@@ -274,18 +275,13 @@ def model(**fields: Any) -> Model:
 
 def overview(members: Sequence[Member]) -> Overview:
     values = [20 + n % 7 for n in range(60)]
-    names = ("requests_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "running", "waiting")
+    names = [field.name for field in fields(Traffic)]
     return Overview(
         namespace="mesh",
         registry="the registry .run/registry",
         members=len(members),
         unhealthy=sum(not m.is_healthy for m in members),
-        requests_per_s=24.0,
-        tokens_per_s=1530.0,
-        ttft_p50_ms=88.0,
-        ttft_p99_ms=310.0,
-        running=7,
-        waiting=1,
+        traffic=Traffic(24.0, 1530.0, 88.0, 310.0, running=7, waiting=1),
         kv_use=0.38,
         curves={**{n: curve(*values) for n in names}, "kv_use": curve(*(v / 60 for v in values))},
     )
