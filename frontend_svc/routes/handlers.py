@@ -186,6 +186,12 @@ async def refuse_rank(_: PlainRequest) -> NoReturn:
     raise Unimplemented(text)
 
 
+async def refuse_tokenizer_info(_: PlainRequest) -> NoReturn:
+    """Raises Unimplemented."""
+    text = "this server shows no files of a tokenizer; use /tokenize and /detokenize instead"
+    raise Unimplemented(text)
+
+
 def _model_entry(model: ServedModel, name: str = "") -> dict[str, object]:
     """Returns the entry of a model. name: an alias; empty: the name of the model."""
     return model_object(

@@ -30,6 +30,7 @@ from frontend_svc.routes.handlers import (
     MetricsHandler,
     refuse_compaction,
     refuse_rank,
+    refuse_tokenizer_info,
 )
 from frontend_svc.routes.usage import UsageParameters
 from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
@@ -99,6 +100,12 @@ def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
                 operation=Operation(summary="Not implemented: always a 501", result=""),
             )
             for name in ("rerank", "score")
+        ),
+        RouteEntry(
+            method="GET",
+            path=f"{prefix}/tokenizer_info",
+            handler=_plain(lambda _: refuse_tokenizer_info),
+            operation=Operation(summary="Not implemented: always a 501", result=""),
         ),
     )
 

@@ -105,6 +105,15 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert details["message"]
 
 
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_the_files_of_a_tokenizer_are_not_shown(mesh: Mesh, prefix: str) -> None:
+    response = mesh.http.get(f"{mesh.url}{prefix}/tokenizer_info")
+    assert response.status_code == 501
+    error = response.json()["error"]
+    assert error["code"] == "not_implemented"
+    assert "/tokenize and /detokenize" in error["message"]
+
+
 def test_empty_and_long_lists_of_tokens_are_decoded(mesh: Mesh) -> None:
     assert post(mesh, "/detokenize", tokens=[]).json() == {"prompt": ""}
     text = "words and words " * 4000
