@@ -4,15 +4,17 @@
   booked prompts take, over DRAIN_S. Both from bookings, so an engine need not report its rate.
 - itl: time over engine steps, between ticks at which the engine had requests: each of its requests
   gets a token a step.
-- ttft: from booking to first token, of the requests whose frontends have their session here, but
-  not of canaries: they keep no pool awake. What waits in the queue before counts as `queue_s`.
+- ttft: from booking to first token, of the requests whose frontends have their session here. What
+  waits in the queue before counts as `queue_s`.
+
+Canaries count neither there nor as requests in flight: they keep no pool awake.
 
 A tick takes a few microseconds a rank.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,6 +31,8 @@ from router_svc.core.router import Router
 DRAIN_S = 60.0
 # First tokens of one model between two samples; further ones replace the oldest.
 FIRST_TOKENS_MAX = 4096
+# Above so many bookings those of canaries are not found: then few pools could sleep.
+BOOKINGS_SEARCHED_MAX = 4096
 _ROLES: tuple[Role, ...] = ("aggregated", "prefill", "decode")
 
 
@@ -108,7 +112,7 @@ class PoolObserver:
         started_at, self._sampled_at = self._sampled_at, now
         elapsed_s = 0.0 if started_at is None else now - started_at
         ranks = self._router.load_tracker.ranks
-        queues, busy_s = self._queues(now), dict[Placement, float]()
+        queues, busy_s, canaries = self._queues(now), dict[Placement, float](), self._canaries()
         found: dict[PoolKey, PoolSample] = {}
         for model in self._router.fleet.models:
             first_tokens = sorted(self._first_tokens.pop(model, ()))
@@ -119,6 +123,7 @@ class PoolObserver:
                     sums = self._sum(candidates, now, busy_s)
                     sums.backlog_s += queue.tokens * ranks.prompt_token_s
                     sums.in_flight += queue.requests
+                    sums.in_flight -= sum(canaries[c.placement] for c in candidates)
                     found[PoolKey(model, role)] = replace(
                         _sample(sums, elapsed_s, first_tokens),
                         queue_s=queue.oldest_s,
@@ -164,9 +169,22 @@ class PoolObserver:
             queue = found.get(queued.query.model)
             if queue is None:
                 queue = found[queued.query.model] = _Queue(oldest_s=now - queued.queued_at)
-            queue.requests += 1
+            queue.requests += not queued.key.request_id.startswith(CANARY_ID_PREFIX)
             queue.tokens += queued.query.total_tokens
         return found
+
+    def _canaries(self) -> Counter[Placement]:
+        """Returns the canaries in flight by the ranks that have them."""
+        tracker = self._router.load_tracker
+        if len(tracker) > BOOKINGS_SEARCHED_MAX:
+            return Counter()
+        return Counter(
+            placement
+            for booking in tracker
+            if booking.key.request_id.startswith(CANARY_ID_PREFIX)
+            for placement in (booking.worker, booking.prefill)
+            if placement is not None
+        )
 
     def _on_first_token(self, booking: Booking, seconds: float) -> None:
         if booking.key.request_id.startswith(CANARY_ID_PREFIX):

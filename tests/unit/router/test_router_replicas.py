@@ -231,6 +231,23 @@ def test_short_requests_keep_a_pool_awake_and_canaries_do_not(prefix: str, count
     assert bed.advice.replicas == count
 
 
+@pytest.mark.parametrize(("prefix", "count"), [("", 1), (CANARY_ID_PREFIX, 0)])
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_a_request_in_flight_keeps_a_pool_awake_and_a_canary_does_not(
+    prefix: str, count: int, threshold: float | None
+) -> None:
+    bed = Bed(
+        1, ScalingSettings(floor=0, sleep_after_s=60), queue=QueueSettings(threshold=threshold)
+    )
+    # With a queue, the second one waits there.
+    for number in range(2):
+        name = key(number)._replace(request_id=f"{prefix}{number}")
+        bed.router.admit(Query("m", 100), name, bed.now, Random(1), bed.session)
+        bed.router.load_tracker.mark_prefill_done(name)
+    bed.tick(150)
+    assert bed.advice.replicas == count
+
+
 def test_a_guessed_pool_ends_when_no_frontend_names_its_model() -> None:
     bed = Bed(0)
     bed.replicas.demand.replace(1, {"adapter": 0})
