@@ -90,9 +90,12 @@ def plan(
             port = port or fixed_port(successors.get(spec.name, spec), environ)
         if port:
             if is_last or new_first:
+                hint = f"use {port} 0, or add a second {spec.role}"
+                if port == "http_port":
+                    hint = f"the process of its version binds it; add a second {spec.role}"
                 raise InvalidRequest(
                     f"{spec.name} cannot be replaced new-first: two processes cannot have its fixed"
-                    f" {port}; use {port} 0, or add a second {spec.role}"
+                    f" {port}; {hint}"
                 )
             is_surge = False
         if not is_surge and is_last and member.is_live:

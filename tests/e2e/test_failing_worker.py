@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,8 @@ ERROR_SHARE_MAX = 0.01
 NO_ERRORS_AFTER_S = 5.0
 LOAD_S = 6.5
 POISON_REQUESTS = 40
+OPENED = r"it failed \d+ of \d+ requests in 10 s, its peers \d+ of \d+|its engine fails"
+EXCLUDED = "excluded by the frontend: its circuit is open: its engine fails"
 OPEN_CIRCUITS = 'kvmesh_frontend_open_circuits{cause="failing"}'
 
 
@@ -159,8 +162,11 @@ async def test_clients_notice_little_of_a_failing_engine(
 
             await until(is_failing, "its own probe fails")
             assert "CUDA error" in (await status_of(tmp_path, worker)).failure
-            reason = await reason_of_exclusion(mesh, worker)
-            assert reason.startswith("excluded by the frontend: its circuit is open: it")
+            (opened,) = mesh.frontend.events("worker_circuit_opened")
+            assert re.fullmatch(OPENED, opened["reason"])
+            # The report of the worker, with its next heartbeat, replaces the first reason.
+            await until(lambda: mesh.frontend.events("worker_engine_fails"), "it is reported")
+            assert await reason_of_exclusion(mesh, worker) == EXCLUDED
         await until(lambda: load.results[-1][0] >= failed_at + LOAD_S, "the load has run")
         set_mode("")
         well_at = time.monotonic()

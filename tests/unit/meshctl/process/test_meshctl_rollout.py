@@ -123,7 +123,9 @@ def test_a_frontend_that_binds_its_port_is_replaced_old_first_where_another_one_
     assert plan(two, selected, {}, successors=successors) == [
         Step("frontend-0", new_first=False, fixed="http_port")
     ]
-    with pytest.raises(InvalidRequest, match="fixed http_port"):
+    with pytest.raises(
+        InvalidRequest, match="fixed http_port; the process of its version binds it"
+    ):
         plan(two[:1], selected, {}, successors=successors)
 
 
