@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -158,8 +158,21 @@ rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` unde
 compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, console, ha; last line is JSON
 	$(BIN)/python -m tests.compose $(ARGS)
 
+# Checkov and the schemas of Kubernetes have an environment of their own.
+k8s-check: $(VENV)/.dev .venv-k8s/.ready ## Kubernetes manifests: rendered, three schemas, policies, settings; run as processes (4 minutes); last line is JSON
+	@$(BIN)/python -m tests.kubernetes $(ARGS)
+
+.venv-k8s/.ready: tests/kubernetes/requirements.txt
+	@$(PY) -m venv .venv-k8s
+	@echo "installing checkov and kubernetes-validate into .venv-k8s ..."
+	@.venv-k8s/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
+manifests: $(VENV)/.dev ## Write the network policies and alerts of deploy/kubernetes
+	$(BIN)/python -m tools.kubernetes
+
 dashboards: $(VENV)/.dev ## Write dashboards, alerts, runbook and the reference of the metrics
 	$(BIN)/python -m tools.dashboards
+	$(BIN)/python -m tools.kubernetes
 
 dashboards-check: $(VENV)/.dev ## Every query and alert on a real Prometheus and a loaded mesh, six faults (minutes); last line is JSON
 	$(BIN)/python -m tests.dashboards $(ARGS)
@@ -257,6 +270,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt
+	$(UV_COMPILE) tests/kubernetes/requirements.in -o tests/kubernetes/requirements.txt
 	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
 	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt
 

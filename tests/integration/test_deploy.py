@@ -36,10 +36,10 @@ from router_svc.config import RouterConfig
 from tests.compose import __main__ as compose_test
 from tests.compose.checks import documented_blocks
 from tests.contract.consul_agent import PORTS, consul_binary
+from tests.kit.images import CONFIGS, ROOT, dockerfile, read_container_config, stages
 from tests.kit.waiting import until, wait_for
 from worker_svc.config import WorkerConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(sys.executable).parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OBSERVABILITY = ROOT / "deploy/observability"
@@ -61,24 +61,6 @@ PROFILES = {
     "observe": {"collector", "jaeger", "prometheus", "grafana"},
 }
 CONSOLE_OTLP_URL = "http://console:8071"
-CONFIGS: dict[str, tuple[type[ServiceConfig], str]] = {
-    "frontend": (FrontendConfig, "FRONTEND"),
-    "router": (RouterConfig, "ROUTER"),
-    "indexer": (IndexerConfig, "INDEXER"),
-    "worker": (WorkerConfig, "WORKER"),
-    "worker-sglang": (WorkerConfig, "WORKER"),
-    "console": (ConsoleConfig, "CONSOLE"),
-}
-
-
-def dockerfile() -> str:
-    return (ROOT / "deploy/Dockerfile").read_text()
-
-
-def stages() -> dict[str, str]:
-    """Returns the text of each stage of the Dockerfile."""
-    _, *parts = re.split(r"^FROM ", dockerfile(), flags=re.MULTILINE)
-    return {part.split("\n")[0].partition(" AS ")[2]: part for part in parts}
 
 
 # Any: the compose file as JSON.
@@ -244,8 +226,7 @@ def test_ports_are_published_on_this_host_only() -> None:
 def test_a_service_of_the_compose_file_accepts_its_configuration(tmp_path: Path, name: str) -> None:
     service = resolved(*PROFILES)[name]
     target = service["build"]["target"]
-    text = stages()["base"] + stages()[target]
-    variables = dict(re.findall(r"\b(KVMESH_\w+)=(\S+)", text))
+    variables = {}
     for variable, value in service["environment"].items():
         if value is None:
             continue
@@ -253,7 +234,7 @@ def test_a_service_of_the_compose_file_accepts_its_configuration(tmp_path: Path,
         secret.write_text(f"s3cret of {variable}\n")
         variables[variable] = str(secret) if variable.endswith("_FILE") else value
     # deploy/serve.sh sets the flag.
-    config, _ = read_config(*CONFIGS[target], variables, [f"--advertise-host={name}"])
+    config, _ = read_container_config(target, variables, [f"--advertise-host={name}"])
     assert config.host == "0.0.0.0"
     assert config.mesh_token == "s3cret of KVMESH_MESH_TOKEN_FILE"
     assert config.operator_token == "s3cret of KVMESH_OPERATOR_TOKEN_FILE"

@@ -9,22 +9,7 @@ from __future__ import annotations
 import sys
 
 from tools.dashboards.files import ROOT, generated_files
-
-
-def main() -> int:
-    """Returns the exit status."""
-    is_check = "--check" in sys.argv[1:]
-    changed = []
-    for path, content in generated_files().items():
-        if not path.exists() or path.read_text() != content:
-            changed.append(str(path.relative_to(ROOT)))
-            if not is_check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(content)
-    for name in changed:
-        print(f"{name}: {'not current' if is_check else 'written'}")
-    return 1 if is_check and changed else 0
-
+from tools.generated import write_or_check
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(ROOT, generated_files(), is_check="--check" in sys.argv[1:]))

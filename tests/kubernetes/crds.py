@@ -1,0 +1,130 @@
+"""Schemas of the custom resources of deploy/kubernetes: the fields that it uses, and no others.
+
+No package of the supported versions of Python has the schemas of these kinds. Fields, types and
+values are those of prometheus-operator 0.93 and KEDA 2.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+# JSON schema.
+Schema = dict[str, Any]
+
+_TEXT: Final[Schema] = {"type": "string", "minLength": 1}
+_TEXTS: Final[Schema] = {"type": "object", "additionalProperties": {"type": "string"}}
+_DURATION: Final[Schema] = {"type": "string", "pattern": r"^(\d+(ms|s|m|h|d))+$"}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_NAMES: Final[Schema] = {"type": "array", "items": _TEXT, "minItems": 1}
+
+
+def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": [*required],
+        "additionalProperties": False,
+    }
+
+
+def _resource(api_version: str, kind: str, spec: Schema) -> Schema:
+    metadata = _object({"name": _TEXT, "namespace": _TEXT, "labels": _TEXTS})
+    return _object(
+        {
+            "apiVersion": {"const": api_version},
+            "kind": {"const": kind},
+            "metadata": metadata,
+            "spec": spec,
+        }
+    )
+
+
+_SELECTOR: Final = _object(
+    {"matchLabels": _TEXTS},
+    {
+        "matchExpressions": {
+            "type": "array",
+            "items": _object(
+                {"key": _TEXT, "operator": {"enum": ["In", "NotIn"]}, "values": _NAMES}
+            ),
+        }
+    },
+)
+_RELABELING: Final = _object({"targetLabel": _TEXT}, {"replacement": _TEXT, "sourceLabels": _NAMES})
+_ENDPOINT: Final = _object(
+    {
+        "port": _TEXT,
+        "interval": _DURATION,
+        "authorization": _object(
+            {"type": {"const": "Bearer"}, "credentials": _object({"name": _TEXT, "key": _TEXT})}
+        ),
+        "relabelings": {"type": "array", "items": _RELABELING},
+    }
+)
+_MONITOR: Final = _object(
+    {
+        "selector": _SELECTOR,
+        "podMetricsEndpoints": {"type": "array", "items": _ENDPOINT, "minItems": 1},
+    }
+)
+_RULE: Final = _object(
+    {"alert": _TEXT, "expr": _TEXT, "labels": _TEXTS, "annotations": _TEXTS}, {"for": _DURATION}
+)
+_RULES: Final = _object(
+    {
+        "groups": {
+            "type": "array",
+            "items": _object({"name": _TEXT, "rules": {"type": "array", "items": _RULE}}),
+        }
+    }
+)
+_STEPS: Final = _object(
+    {
+        "stabilizationWindowSeconds": {**_COUNT, "maximum": 3600},
+        "tolerance": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    }
+)
+_TRIGGER: Final = _object(
+    {
+        "type": {"const": "prometheus"},
+        "metricType": {"enum": ["AverageValue", "Value"]},
+        # KEDA reads numbers and conditions as texts.
+        "metadata": _object(
+            {
+                "serverAddress": {"type": "string", "pattern": "^https?://"},
+                "query": _TEXT,
+                "threshold": {"type": "string", "pattern": r"^\d+(\.\d+)?$"},
+            },
+            {
+                "activationThreshold": {"type": "string", "pattern": r"^\d+(\.\d+)?$"},
+                "ignoreNullValues": {"enum": ["true", "false"]},
+            },
+        ),
+    }
+)
+_SCALED_OBJECT: Final = _object(
+    {
+        "scaleTargetRef": _object({"name": _TEXT}),
+        "pollingInterval": {"type": "integer", "minimum": 1},
+        "minReplicaCount": _COUNT,
+        "maxReplicaCount": {"type": "integer", "minimum": 1},
+        "advanced": _object(
+            {
+                "horizontalPodAutoscalerConfig": _object(
+                    {"behavior": _object({"scaleUp": _STEPS, "scaleDown": _STEPS})}
+                )
+            }
+        ),
+        "triggers": {"type": "array", "items": _TRIGGER, "minItems": 1},
+    }
+)
+# By API version and kind.
+SCHEMAS: Final[Mapping[tuple[str, str], Schema]] = {
+    key: _resource(*key, spec)
+    for key, spec in {
+        ("monitoring.coreos.com/v1", "PodMonitor"): _MONITOR,
+        ("monitoring.coreos.com/v1", "PrometheusRule"): _RULES,
+        ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
+    }.items()
+}
