@@ -25,7 +25,7 @@ from common.kv.index_feed import (
 from common.kv.load import Load
 from indexer_svc.core.budget import Budget
 from indexer_svc.core.history import BatchHistory
-from indexer_svc.core.subscriber import BatchUpdate, Outbound, Subscriber
+from indexer_svc.core.subscriber import BatchUpdate, LoadUpdate, Outbound, Subscriber
 from indexer_svc.outbox import PublisherOutbox
 from indexer_svc.worker_presence import WorkerPresence
 
@@ -126,8 +126,9 @@ class Ingest:
 
     def report_load(self, source: Source, partition: Partition, load: Load) -> None:
         self.loads[source] = partition, load
+        update = LoadUpdate(source, load)
         for subscriber in self.subscribers:
-            subscriber.load(source, partition, load)
+            subscriber.load(update, partition)
         if self._load_wakeup is None:
             self._load_wakeup = asyncio.get_running_loop().call_later(LOAD_BATCH_S, self.wake)
 

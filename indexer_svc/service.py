@@ -234,7 +234,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             loads_only=loads_only,
         )
         for source, (source_partition, load) in ingest.loads.items():
-            subscriber.load(source, source_partition, load)
+            subscriber.load(LoadUpdate(source, load), source_partition)
         return subscriber
 
     # Queries.
@@ -418,9 +418,21 @@ def _batch_update_to_proto(update: BatchUpdate) -> indexer_pb2.SubscribeResponse
     return update.message
 
 
+def _load_update_to_proto(update: LoadUpdate) -> indexer_pb2.SubscribeResponse:
+    """Returns the message of a load, which is encoded once for all subscribers."""
+    if update.message is None:
+        update.message = indexer_pb2.SubscribeResponse(
+            source=source_to_proto(update.source), load=load_to_proto(update.load)
+        )
+    assert isinstance(update.message, indexer_pb2.SubscribeResponse), "encoded here"
+    return update.message
+
+
 def _update_to_proto(outbound: Outbound) -> indexer_pb2.SubscribeResponse:
     if isinstance(outbound, BatchUpdate):
         return _batch_update_to_proto(outbound)
+    if isinstance(outbound, LoadUpdate):
+        return _load_update_to_proto(outbound)
     if isinstance(outbound, CaughtUp):
         return indexer_pb2.SubscribeResponse(caught_up=True)
     message = indexer_pb2.SubscribeResponse(source=source_to_proto(outbound.source))
@@ -432,6 +444,4 @@ def _update_to_proto(outbound: Outbound) -> indexer_pb2.SubscribeResponse:
             message.epoch, message.sequence = at
             if partition is not None:
                 message.partition.CopyFrom(partition_to_proto(partition))
-        case LoadUpdate(_, load):
-            message.load.CopyFrom(load_to_proto(load))
     return message

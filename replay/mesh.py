@@ -113,8 +113,8 @@ class ReplayResult:
 class ReplayIndex:
     """The index that all routers follow."""
 
-    def __init__(self, workers: int) -> None:
-        self._index = PrefixIndex()
+    def __init__(self, workers: int, rows_max: int | None = None) -> None:
+        self._index = PrefixIndex(rows_max)
         self._sources = [self._add(number) for number in range(workers)]
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
@@ -131,6 +131,13 @@ class ReplayIndex:
                 self._index.store(source, hashes)
             else:
                 self._index.remove(source, hashes)
+        self._index.sweep(_SWEEP_BLOCKS)
+
+    def update(self, worker: int, stored: Sequence[int], removed: Sequence[int]) -> None:
+        """Removes blocks of a worker, then stores others."""
+        source = self._sources[worker]
+        self._index.remove(source, np.array(removed, dtype=np.uint64))
+        self._index.store(source, np.array(stored, dtype=np.uint64))
         self._index.sweep(_SWEEP_BLOCKS)
 
     def _add(self, worker: int) -> AdvertisedBlocks:

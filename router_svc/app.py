@@ -10,6 +10,7 @@ from random import Random
 
 import structlog
 
+from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance
 from common.registry.registry import Registry
@@ -65,6 +66,7 @@ class RouterApp(ServiceApp[RouterConfig]):
         self.index = IndexReplica(
             self._report_load,
             subscribe=grpc_subscriptions(self._security),
+            feed=IndexFeed(rows_max=config.candidates_max),
             loads_only=not index_settings.follows_events,
             rng=rng,
             clock=clock,

@@ -115,6 +115,9 @@ class RouterConfig(ServiceConfig):
     experiments."""
     assume_kv_reuse: bool = DEFAULT_COST_SETTINGS.assume_kv_reuse
     """Count cached blocks as already in use. Set it if prompts share much."""
+    candidates_max: Annotated[int, Field(ge=16, le=100_000)] = DEFAULT_POLICY.candidates_max
+    """Most ranks whose cost a decision of the selectors kv and dynamo computes. Of more eligible
+    ones it compares those that hold most of the prompt, and others drawn at random."""
     track_prefill_tokens: bool = DEFAULT_COST_SETTINGS.track_prefill_tokens
     """Count uncached prompt tokens as load. Unset it if prefill costs nothing."""
     track_active_blocks: bool = DEFAULT_COST_SETTINGS.track_active_blocks
@@ -262,6 +265,7 @@ class RouterConfig(ServiceConfig):
     def policy(self) -> Policy:
         weight = self.kv_transfer_weight if self.kv_transfer_enforcement == "preferred" else None
         return Policy(
+            candidates_max=self.candidates_max,
             session_ttl_s=self.session_affinity_ttl_s,
             session_mode=self.session_affinity_mode,
             lora_residency=self.lora_residency,

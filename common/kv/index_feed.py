@@ -122,10 +122,12 @@ class IndexFeed:
         stale_s: float = STALE_GRACE_S,
         retry_s: float = RETRY_S,
         buffer_blocks_max: int = BUFFER_BLOCKS_MAX,
+        rows_max: int | None = None,
     ) -> None:
         self._stale_s = stale_s
         self._retry_s = retry_s
         self._buffer_blocks_max = buffer_blocks_max
+        self._rows_max = rows_max
         self._entries: dict[Source, SourceEntry] = {}
         self._indexes: dict[Partition, PrefixIndex] = {}
         self._feed_events: list[FeedEvent] = []
@@ -394,7 +396,7 @@ class IndexFeed:
         if entry is not None and entry.partition == partition:
             return entry
         self.forget(source, "moved to another partition")
-        index = self._indexes.setdefault(partition, PrefixIndex())
+        index = self._indexes.setdefault(partition, PrefixIndex(self._rows_max))
         entry = SourceEntry(source, partition, index, index.add_source(source))
         self._entries[source] = entry
         return entry

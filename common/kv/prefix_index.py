@@ -30,6 +30,7 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
 
@@ -48,6 +49,9 @@ SWEEP_STEP_BLOCKS = 256
 
 LOG_SLACK_ENTRIES = 8192
 """Entries above twice the held blocks at which a log is compacted."""
+
+WIDE_MASK_SOURCES = 32
+"""Sources of a mask above which its bits are found all at once."""
 
 _SHARD_MASK = SHARD_COUNT - 1
 # Measured (bench/bench_index.py): table and hash of one block, and one entry of a log.
@@ -90,16 +94,19 @@ class AdvertisedBlocks:
 
 
 class PrefixIndex:
-    """The index of one partition.
+    """The index of one partition. rows_max: most rows of a match; None: one for each source.
 
     `blocks` counts a block held by n sources n times, `len()` counts it once. Handles passed in
     must belong to this index and must not be retired.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows_max: int | None = None) -> None:
+        self._rows_max = rows_max
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]
         self._shard_array = np.array(self._shards, dtype=object)
         self._sources: dict[int, Source] = {}
+        # The same by the number of the bit; those of free bits are outdated.
+        self._numbered_sources: list[Source] = []
         # Cached for `match`; a mask is of bits that are in use.
         self._sources_by_mask: dict[int, tuple[Source, ...]] = {}
         self._visible_bits = 0
@@ -125,8 +132,9 @@ class PrefixIndex:
     # Queries.
 
     def match(self, hashes: Hashes) -> list[SourceMatch]:
-        """Returns a row per visible source of the first block, deepest first. hashes:
-        contiguous."""
+        """Returns a row per visible source of the first block, deepest first; if there are more
+        than `rows_max`, some of those of the last depth are missing, other ones for other prompts.
+        hashes: contiguous."""
         if not len(hashes):
             return []
         # Few elements are read; memoryviews convert only those to Python ints.
@@ -137,7 +145,7 @@ class PrefixIndex:
         match_ends = self._find_match_ends(keys, shard_indexes, held)
         if held & ~self._tier_bits[Tier.DEVICE]:
             return self._matches_by_tier(match_ends)
-        return self._matches_on_device(match_ends)
+        return self._matches_on_device(match_ends, keys[len(keys) - 1])
 
     def chunks(
         self, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
@@ -258,10 +266,15 @@ class PrefixIndex:
             right_bounds.pop()
         return match_ends
 
-    def _matches_on_device(self, match_ends: list[tuple[int, int]]) -> list[SourceMatch]:
-        sources_of, new_tuple = self._sources_by_mask, tuple.__new__
-        rows = []
+    def _matches_on_device(
+        self, match_ends: list[tuple[int, int]], last_key: int
+    ) -> list[SourceMatch]:
+        sources_of, new_tuple, rows_max = self._sources_by_mask, tuple.__new__, self._rows_max
+        rows: list[SourceMatch] = []
         for depth, bits in reversed(match_ends):
+            if rows_max is not None and (room := rows_max - len(rows)) < bits.bit_count():
+                some = self._some_sources(bits, room, last_key)
+                return rows + [SourceMatch(source, depth, depth, depth) for source in some]
             if (sources := sources_of.get(bits)) is None:
                 sources = self._sources_of(bits)
             # Takes half the time of a call of the class; there may be hundreds of rows.
@@ -272,13 +285,23 @@ class PrefixIndex:
         """Returns the sources of a mask, lowest bit first, and keeps them for the next query."""
         if len(self._sources_by_mask) >= MASKS_CACHED_MAX:
             self._sources_by_mask.clear()
-        sources, mask = [], bits
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            sources.append(self._sources[bit])
+        if bits.bit_count() > WIDE_MASK_SOURCES:
+            numbered = self._numbered_sources
+            sources = [numbered[number] for number in _bit_numbers(bits).tolist()]
+        else:
+            sources, mask = [], bits
+            while mask:
+                bit = mask & -mask
+                mask ^= bit
+                sources.append(self._sources[bit])
         found = self._sources_by_mask[bits] = tuple(sources)
         return found
+
+    def _some_sources(self, bits: int, count: int, key: int) -> list[Source]:
+        """Returns so many sources of a mask, in equal distances from a place that `key` chooses."""
+        numbers = _bit_numbers(bits)
+        places = (key + np.arange(count) * len(numbers) // max(1, count)) % len(numbers)
+        return [self._numbered_sources[number] for number in numbers[places].tolist()]
 
     def _matches_by_tier(self, match_ends: list[tuple[int, int]]) -> list[SourceMatch]:
         depths: dict[Source, list[int]] = {}
@@ -303,6 +326,8 @@ class PrefixIndex:
         """Sets a bit; returns how many blocks did not have it."""
         shards = self._shards
         added = 0
+        # The blocks of a chain often have one mask; then they share the int of the new one, too.
+        old, new = 0, 0
         for key, shard_index in zip(keys, shard_indexes, strict=True):
             table = shards[shard_index]
             mask = table.get(key)
@@ -310,7 +335,9 @@ class PrefixIndex:
                 table[key] = bit  # One int object, shared by all blocks of a single source.
                 added += 1
             elif not mask & bit:
-                table[key] = mask | bit
+                if mask != old:
+                    old, new = mask, mask | bit
+                table[key] = new
                 added += 1
         return added
 
@@ -321,9 +348,12 @@ class PrefixIndex:
         masks = list(map(dict.setdefault, tables, keys, repeat(bit)))
         added = len(self) - held_before
         if added < len(keys):
+            old, new = 0, 0
             for key, table, mask in zip(keys, tables, masks, strict=True):
                 if not mask & bit:
-                    table[key] = mask | bit
+                    if mask != old:
+                        old, new = mask, mask | bit
+                    table[key] = new
                     added += 1
         return added
 
@@ -331,6 +361,7 @@ class PrefixIndex:
         """Clears a bit; returns how many blocks had it."""
         shards = self._shards
         cleared = 0
+        old, new = 0, 0
         for key in keys:
             table = shards[key & _SHARD_MASK]
             key >>= SHARD_BITS
@@ -338,7 +369,9 @@ class PrefixIndex:
             if mask == bit:
                 del table[key]
             elif mask & bit:
-                table[key] = mask ^ bit
+                if mask != old:
+                    old, new = mask, mask ^ bit
+                table[key] = new
             else:
                 continue
             cleared += 1
@@ -356,8 +389,10 @@ class PrefixIndex:
         else:
             bit = 1 << self._bit_count
             self._bit_count += 1
+            self._numbered_sources.append(advertised.source)
         advertised._bits[tier] = bit
         self._sources[bit] = advertised.source
+        self._numbered_sources[bit.bit_length() - 1] = advertised.source
         self._tier_bits[tier] |= bit
         if advertised.is_visible:
             self._visible_bits |= bit
@@ -399,3 +434,9 @@ class PrefixIndex:
         if not advertised.retired:
             advertised._logs[tier] = array("Q", held_keys)
             self._log_entries += len(held_keys) - len(log)
+
+
+def _bit_numbers(mask: int) -> NDArray[np.int64]:
+    """Returns the numbers of the bits of a mask, lowest first."""
+    data = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
+    return np.flatnonzero(np.unpackbits(data, bitorder="little"))

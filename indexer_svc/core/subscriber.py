@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from common.kv.events import (
@@ -57,12 +57,14 @@ class StatusUpdate:
     at: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadUpdate:
-    """Load of a source."""
+    """Load of a source: one object for all subscribers that receive it."""
 
     source: Source
     load: Load
+    message: object = field(default=None, compare=False, repr=False)
+    """Its message, which the stream of the first of them encodes for all; None before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +118,7 @@ class Subscriber:
         }
         self._waiting: deque[Outbound] = deque()
         self._waiting_bytes = 0
-        self._loads: dict[Source, Load] = {}
+        self._loads: dict[Source, LoadUpdate] = {}
         self._pending_snapshots: dict[Source, None] = {}
         # Snapshots that are being sent; the next one first.
         self._snapshot_reads: OrderedDict[Source, Iterator[SnapshotChunk]] = OrderedDict()
@@ -165,10 +167,10 @@ class Subscriber:
             self._positions.pop(source, None)
             self._put(StatusUpdate(source, partition, status))
 
-    def load(self, source: Source, partition: Partition, load: Load) -> None:
+    def load(self, update: LoadUpdate, partition: Partition) -> None:
         """Queues the load of a source; it replaces one that is queued."""
         if self._includes(partition):
-            self._loads[source] = load
+            self._loads[update.source] = update
 
     def reconcile(self, source: Source) -> None:
         """Queues the missing part of a source's copy, and its status."""
@@ -205,7 +207,7 @@ class Subscriber:
             self._waiting_bytes -= item_bytes
             size -= item_bytes // 2 if isinstance(item, BatchUpdate) else item_bytes
             outbound.append(item)
-        outbound += [LoadUpdate(source, load) for source, load in self._loads.items()]
+        outbound += self._loads.values()
         self._loads.clear()
         if not (self._waiting or self._unreported):
             self._take_snapshot_chunk(outbound)

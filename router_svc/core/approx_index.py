@@ -115,9 +115,9 @@ class ApproxIndex:
         self._is_pruning = False
         self.blocks = 0  # Entries, including expired ones that are not dropped yet.
 
-    def depths(self, query: Query) -> list[tuple[Placement, int]]:
-        """Returns how many leading blocks each rank has, by the latest time of `touch` or `expire`.
-        Absent: none.
+    def depths(self, query: Query, ranks_max: int | None = None) -> list[tuple[Placement, int]]:
+        """Returns how many leading blocks each rank has, by the latest time of `touch` or `expire`;
+        of more than `ranks_max` ranks, some of those with the fewest are missing. Absent: none.
         """
         runs = self._runs.get(_partition_of(query))
         if not (runs and query.prefix_hashes):
@@ -136,6 +136,8 @@ class ApproxIndex:
         for decisions, depth in reversed(path):
             if len(decisions) > len(found):
                 for rank, decision in decisions.items():
+                    if len(found) == ranks_max:
+                        break
                     if decision > expired and rank not in found:
                         found[rank] = depth
         return [(rank.placement, depth) for rank, depth in found.items() if not rank.is_gone]

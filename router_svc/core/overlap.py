@@ -121,10 +121,17 @@ EVENT_INDEX_SETTINGS = derive_index_settings(
 
 
 class Overlaps:
-    """All overlap sources of one router, by its settings. index: the one that follows events."""
+    """All overlap sources of one router, by its settings. index: the one that follows events.
+    ranks_max: most ranks with approximate or predicted entries of one prompt; None: any number."""
 
-    def __init__(self, index: Index, settings: IndexSettings = EVENT_INDEX_SETTINGS) -> None:
+    def __init__(
+        self,
+        index: Index,
+        settings: IndexSettings = EVENT_INDEX_SETTINGS,
+        ranks_max: int | None = None,
+    ) -> None:
         self.settings = settings
+        self._ranks_max = ranks_max
         approximate, predicted = settings.approximate, settings.predicted
         self.approximate = None if approximate is None else ApproxIndex(approximate)
         self.predicted = None if predicted is None else ApproxIndex(predicted)
@@ -156,12 +163,12 @@ class Overlaps:
             rows = self._index.match(query)
             found = {row[0]: row for row in rows if row[0][0] in event_workers}
             if self.predicted is not None:
-                for placement, depth in self.predicted.depths(query):
+                for placement, depth in self.predicted.depths(query, self._ranks_max):
                     known = found.get(placement)
                     if (known is None or known[1] < depth) and placement[0] in event_workers:
                         found[placement] = _raised_match(known, placement, depth)
         if approximate_workers and self.approximate is not None:
-            for placement, depth in self.approximate.depths(query):
+            for placement, depth in self.approximate.depths(query, self._ranks_max):
                 if placement[0] in approximate_workers:
                     found[placement] = _raised_match(None, placement, depth)
         return found

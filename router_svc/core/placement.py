@@ -58,8 +58,9 @@ from router_svc.core.pairing import TransferDomain, decode_partners, pairable
 from router_svc.core.policy import Policy
 from router_svc.core.query import block_size_of, bookable_decode_blocks, predicted_cached_tokens
 from router_svc.core.scoring import View
-from router_svc.core.selectors import WorkerSelector
+from router_svc.core.selectors import COST_SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
+from router_svc.core.shortlist import Shortlist
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (
@@ -116,6 +117,7 @@ class Planner:
     selector: WorkerSelector
     policy: Policy
     recent_prefill: RecentPrefill
+    shortlist: Shortlist
     adapter_residency: AdapterResidency = field(default_factory=AdapterResidency)
     last_placements: dict[tuple[str, Leg], Placement] = field(default_factory=dict)
 
@@ -155,7 +157,8 @@ _MakePlan = Callable[["PlacementAttempt"], ServingPlan]
 @dataclass(slots=True)
 class PlacementAttempt:
     """Plans one query at one moment. session_constraint: None if the query names no session.
-    prefers_capacity: capacity is the only preference on legs that compute prompts.
+    prefers_capacity: capacity is the only preference on legs that compute prompts. is_whole: the
+    cost of every eligible candidate is computed, however many there are.
     """
 
     planner: Planner
@@ -166,6 +169,7 @@ class PlacementAttempt:
     rng: Random
     session_constraint: SessionConstraint | None = None
     prefers_capacity: bool = False
+    is_whole: bool = False
 
     def plan(self) -> ServingPlan:
         """Returns the plan of the first serving mode that is open and not full, else of the first
@@ -459,8 +463,11 @@ class PlacementAttempt:
             self.cost_settings.for_decode_leg() if leg == "decode" else self.cost_settings,
             planner.recent_prefill,
         )
+        offered = kept
+        if not self.is_whole and planner.selector.name in COST_SELECTORS:
+            offered = planner.shortlist.choose(kept, self.matches, self.rng)
         try:
-            choice = planner.selector.select(query, kept, view, self.rng)
+            choice = planner.selector.select(query, offered, view, self.rng)
             chosen = choice.candidate
         except MeshError:
             raise
@@ -470,8 +477,10 @@ class PlacementAttempt:
             failure = _selector_error(planner.selector.name, query.model, cause)
             failure.__cause__ = error  # compiled code ignores `from`
             raise failure from error
-        if not any(candidate is chosen for candidate in kept):
+        if not any(candidate is chosen for candidate in offered):
             raise _selector_error(planner.selector.name, query.model, "it chose no candidate")
+        if offered is not kept:
+            choice.reason = f"{choice.reason}, of {len(offered)} compared"
         return LegPlan(choice, view, kept, excluded)
 
     def _no_pair_error(self, pin_field: str, fallback: str) -> MeshError:

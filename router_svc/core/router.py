@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 from mypy_extensions import mypyc_attr
@@ -39,6 +40,7 @@ from router_svc.core.query import (
 from router_svc.core.scoring import View
 from router_svc.core.selectors import COST_SELECTORS, SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
+from router_svc.core.shortlist import Shortlist
 
 RECENT_MAX = 4096
 
@@ -67,7 +69,9 @@ class Router:
         self.fleet = Fleet()
         self.load_tracker = LoadTracker() if load_tracker is None else load_tracker
         self.events = self.load_tracker.events
-        self.overlaps = Overlaps(NoIndex() if index is None else index, index_settings)
+        self.overlaps = Overlaps(
+            NoIndex() if index is None else index, index_settings, policy.candidates_max
+        )
         self.selector = selector
         self.recent_prefill = RecentPrefill(cost_settings.recent_miss_half_life_s)
         self.affinity = SessionAffinity(
@@ -77,7 +81,12 @@ class Router:
         self._cost_settings = cost_settings
         self._policy = policy
         self._planner = Planner(
-            self.fleet, self.load_tracker, selector, policy, self.recent_prefill
+            self.fleet,
+            self.load_tracker,
+            selector,
+            policy,
+            self.recent_prefill,
+            Shortlist(policy.candidates_max),
         )
         # Booked decisions by request id, oldest first, with the key of their attempt.
         self._recent: OrderedDict[str, tuple[BookingKey, DecisionRecord]] = OrderedDict()
@@ -207,7 +216,7 @@ class Router:
         """Returns the decision as if made now, with every candidate; nothing is booked or
         stored."""
         self.expire(now)
-        attempt = self._attempt(query, now, rng, matches)
+        attempt = replace(self._attempt(query, now, rng, matches), is_whole=True)
         return make_decision(attempt, attempt.plan(), self.overlaps, None)
 
     def recent(self, request_id: str) -> DecisionRecord | None:

@@ -318,7 +318,7 @@ def test_no_events_are_queued_for_a_loads_only_subscription() -> None:
     spared.subscriber.source_replaced(ONE)
     spared.subscriber.status_changed(ONE, PART, SourceStatus("exact"))
     for running in range(1000):
-        spared.subscriber.load(ONE, PART, Load(running=running))
+        spared.subscriber.load(LoadUpdate(ONE, Load(running=running)), PART)
     updates = spared.drain()
     assert [one for one in updates if isinstance(one, LoadUpdate)] == [
         LoadUpdate(ONE, Load(running=999))

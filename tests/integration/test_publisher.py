@@ -744,6 +744,25 @@ async def test_a_changing_load_is_reported_ten_times_a_second_to_every_indexer()
         assert 0.15 < loop.time() - began < 3.0
 
 
+async def test_the_workers_of_a_large_fleet_report_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers count as a fleet of ten times the size that reports at the full rate."""
+    monkeypatch.setattr(publisher_module, "FULL_RATE_WORKERS", 0.2)
+    async with mesh() as m:
+        await m.indexer()
+        for worker in (WORKER, WORKER + 1):
+            member = Instance(worker, NS, "worker", "", "127.0.0.1:1")
+            await m.registry.register(member)
+        # A sample may still be due at the earlier rate.
+        before = m.samples
+        await until(lambda: m.samples >= before + 1, "a sample")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await until(lambda: m.samples >= before + 2, "another one")
+        assert 0.8 < loop.time() - began < 3.0
+
+
 @pytest.mark.row("S1-03")
 @pytest.mark.slow
 async def test_an_unchanged_load_is_sent_once_to_each_stream_and_then_as_a_heartbeat(

@@ -15,7 +15,7 @@ from random import Random
 import structlog
 
 from common.kv.events import Partition
-from common.kv.load import Load
+from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.registry.instances import Snapshot
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
@@ -32,6 +32,9 @@ from worker_svc.kv_events.publish_link import (
 
 # Interval of reading the engine's load; a link sends it if it changed.
 LOAD_SAMPLE_S = 0.1
+# An indexer spends about 0.1 ms of CPU on a frame. The workers of a larger fleet send loads and
+# small batches less often, down to the interval of an unchanged load (ADR 0057).
+FULL_RATE_WORKERS = 500
 # Between batches of events. An engine step frees and stores blocks every few milliseconds.
 PUBLISH_SPACING_S = 0.02
 # Between batches of less than BATCH_PAGES: decoding stores single blocks, which matter to the next
@@ -54,7 +57,8 @@ class Publisher:
     """Publishes the ranks of one worker, each of which is a source.
 
     sources: by rank.
-    loads: returns the load of each rank; called every load_sample_s while there are links.
+    loads: returns the load of each rank; called every load_sample_s while there are links, less
+        often in a fleet of more than 500 workers.
     open_call: opens a call to an indexer; None uses gRPC.
     counters: streams opened; snapshots and replays (gap repairs) started; batches sealed;
         events_lost; shrunk_blocks, regrown_blocks; unknown_rank (events dropped).
@@ -87,6 +91,8 @@ class Publisher:
         )
         self._loads = loads
         self._load_sample_s = load_sample_s
+        # Registered ones, this one included.
+        self._workers = 1
         self._registry = registry
         self._namespace = namespace
         self._links: dict[int, tuple[IndexerLink, asyncio.Task[None]]] = {}
@@ -232,7 +238,8 @@ class Publisher:
         """Publishes in the next turn of the loop, but not before the spacing after the last batch
         is over. is_small: of the batch as it is now."""
         loop = asyncio.get_running_loop()
-        publish_at = self._published_at + (SMALL_BATCH_SPACING_S if is_small else PUBLISH_SPACING_S)
+        small_s = self._report_s(SMALL_BATCH_SPACING_S)
+        publish_at = self._published_at + (small_s if is_small else PUBLISH_SPACING_S)
         if publish_at >= self._publish_at:
             return
         self._unschedule_publish()
@@ -272,7 +279,7 @@ class Publisher:
     async def _report_loads(self) -> None:
         is_failing = False
         while True:
-            await asyncio.sleep(self._load_sample_s)
+            await asyncio.sleep(self._report_s(self._load_sample_s))
             if not self._links:
                 continue
             try:
@@ -306,7 +313,14 @@ class Publisher:
             source.normalizer.grow(max(REGROW_BLOCKS_MIN, share))
         self._resize()
 
+    def _report_s(self, least_s: float) -> float:
+        """Returns the seconds between two frames of little urgency."""
+        if self._workers <= FULL_RATE_WORKERS:
+            return least_s
+        return min(least_s * self._workers / FULL_RATE_WORKERS, LOAD_HEARTBEAT_S)
+
     def _update_links(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
+        self._workers = len(snapshot.of("worker"))
         indexers = {instance.id: instance for instance in snapshot.of("indexer")}
         for key, (link, task) in list(self._links.items()):
             if key not in indexers or indexers[key].address != link.indexer.address:

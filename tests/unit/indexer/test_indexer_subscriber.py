@@ -372,7 +372,7 @@ def test_only_the_latest_load_of_a_source_is_queued() -> None:
     index = Index()
     subscriber = index.subscribe()
     for number in range(1000):
-        subscriber.load(A, PARTITION, Load(running=number))
+        subscriber.load(LoadUpdate(A, Load(running=number)), PARTITION)
     assert [one for one in everything(subscriber) if isinstance(one, LoadUpdate)] == [
         LoadUpdate(A, Load(running=999))
     ]
