@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -109,6 +109,9 @@ bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual t
 
 bench-scaling: $(VENV)/.runtime ## Recommended worker counts on ten days in virtual time, half a minute; last line is JSON
 	$(BIN)/python -m bench.bench_scaling $(ARGS)
+
+bench-scale: compiled ## Members of fleets of 10,000 workers and 100 routers in virtual time, four minutes; last line is JSON
+	cd build/compiled && PYTHONPATH=protos:. python -m bench.bench_scale $(ARGS)
 
 bench-plan: $(VENV)/.dev ## Predictions of meshctl plan beside a real mesh on three loads, seven minutes; last line is JSON
 	$(BIN)/python -m bench.bench_plan $(ARGS)
