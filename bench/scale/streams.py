@@ -125,6 +125,7 @@ async def _subscribe(stack: AsyncExitStack, indexer: IndexerProcess, fleet: _Fle
     await stream.write(indexer_pb2.SubscribeRequest())
     await stream.read()
     fleet.ready.release()
+    # Ends: its task is cancelled when the measurement is over.
     while (message := await stream.read()) is not None:
         fleet.updates += 1 + len(message.more)
         fleet.received_bytes += message.ByteSize()
