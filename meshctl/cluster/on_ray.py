@@ -48,6 +48,8 @@ CONTROLLER = "controller"
 # Seconds in which a replica responds to the controller before it counts as silent.
 REPORT_S = 1.0
 CLUSTER_CALL_S = 5.0
+# Longest time between two reads that counts as silence: more is a pause of this process.
+PASSED_MAX_S = 2.0
 DEREGISTER_S = 3.0
 # Of a call of a command, and of the start of the controller's actor.
 COMMAND_CALL_S = 30.0
@@ -142,7 +144,9 @@ class _Known:
     since: float
     has_reported: bool = False
     call: asyncio.Task[Observed] | None = None
-    responded_at: float = 0.0
+    silent_s: float = 0.0
+    """Time of this process during which its call had no response: not that in which the machine let
+    this process wait."""
 
     def is_silent(self) -> bool:
         """Whether its last call has no response yet."""
@@ -157,6 +161,7 @@ class RayRunner:
         self._known: dict[str, _Known] | None = None
         self._gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
         self._key = name.encode()
+        self._read_at = time.monotonic()
         self._deployment: Deployment | None = None
 
     async def nodes(self) -> Sequence[Node]:
@@ -182,6 +187,8 @@ class RayRunner:
     async def replicas(self) -> Sequence[Observed]:
         known = await self._find_replicas()
         now = time.monotonic()
+        passed_s = min(now - self._read_at, PASSED_MAX_S)
+        self._read_at = now
         waited = []
         for one in known.values():
             is_waited = one.call is None
@@ -191,7 +198,7 @@ class RayRunner:
                 waited.append(one.call)
         if waited:
             await asyncio.wait(waited, timeout=REPORT_S)
-        return [self._observe(one, now) for one in known.values()]
+        return [self._observe(one, now, passed_s) for one in known.values()]
 
     async def start(self, start: Start, spec: ServiceSpec, deployment: Deployment) -> None:
         known = await self._find_replicas()
@@ -281,23 +288,23 @@ class RayRunner:
             self._known = dict(zip(found, known, strict=True))
         return self._known
 
-    def _observe(self, known: _Known, now: float) -> Observed:
+    def _observe(self, known: _Known, now: float, passed_s: float) -> Observed:
         """Returns a replica after its last call, which stays open while there is no response."""
         call = known.call
         if call is None or not call.done():
-            since_s = now - (known.responded_at or known.since)
-            if known.has_reported:
-                return replace(known.last, silent_s=max(since_s, 1e-3))
-            return replace(known.last, pending_s=max(since_s, 1e-3))
+            if not known.has_reported:
+                return replace(known.last, pending_s=max(now - known.since, 1e-3))
+            known.silent_s += max(passed_s, 1e-3)
+            return replace(known.last, silent_s=known.silent_s)
         known.call = None
         try:
             known.last = call.result()
         except ActorDiedError as error:
             return replace(known.last, is_dead=True, detail=_first_line(error))
         except (RayError, asyncio.CancelledError) as error:
-            since_s = now - (known.responded_at or known.since)
-            return replace(known.last, silent_s=max(since_s, 1e-3), detail=_first_line(error))
-        known.has_reported, known.responded_at = True, time.monotonic()
+            known.silent_s += max(passed_s, 1e-3)
+            return replace(known.last, silent_s=known.silent_s, detail=_first_line(error))
+        known.has_reported, known.silent_s = True, 0.0
         return known.last
 
     async def _deregister(self, instance_id: int) -> None:
@@ -393,18 +400,17 @@ class RayMesh:
     def apply(self, deployment: Deployment) -> None:
         """Starts the controller if there is none, and hands it a deployment."""
         actor: Any = ray.remote(ControllerActor)
-        heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
-        # Beside the head: the loss of another node does not delay the replacements.
-        strategy = NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
         handle = actor.options(
             name=f"{self._name}/{CONTROLLER}",
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            # Beside the head: the loss of another node does not delay the replacements. Ray places
+            # an actor without resources anywhere, whatever its strategy.
+            resources={_HEAD: 0.001},
             max_restarts=-1,
             max_concurrency=64,
-            scheduling_strategy=strategy,
         ).remote(self._name)
         _result(handle.call.remote("apply", {"deployment": encode_deployment(deployment)}))
 

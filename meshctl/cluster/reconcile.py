@@ -32,8 +32,9 @@ class Policy:
     """Limits of the reconciler, in seconds."""
 
     silent_s: float = 6.0
-    """A replica whose supervisor does not respond for so long is replaced, although its node still
-    counts as alive. If it responds again, it stops once its successor is routable."""
+    """A replica whose supervisor does not respond for so long gets a successor, although its node
+    still counts as alive. It is ended once the successor is routable, not before: its process may
+    serve. Not while more than half of the nodes are silent, which an overload explains better."""
     pending_s: float = 120.0
     """A replica whose supervisor has not started within this time is placed again."""
     suspect_s: float = 60.0
@@ -102,12 +103,11 @@ class Reconciler:
             return "its node is gone"
         limits = (
             (replica.is_dead, f"its supervisor has ended: {replica.detail}"),
-            (replica.silent_s >= policy.silent_s, "its supervisor does not respond"),
             (replica.pending_s >= policy.pending_s, "its supervisor has not started"),
         )
         reason = next((text for is_over, text in limits if is_over), "")
         if reason:
-            self._suspects[replica.node_id] = now + policy.suspect_s
+            self.suspect(replica.node_id, now)
             if replica.is_dead and not replica.pid:
                 # It never ran: the next one may end in the same way.
                 self._count_failure(replica.member, now)
@@ -127,6 +127,10 @@ class Reconciler:
     def retry_in(self, member: str, now: float) -> float:
         """Returns the seconds until a member may start again."""
         return max(0.0, self._retry_at.get(member, 0.0) - now)
+
+    def suspect(self, node_id: str, now: float) -> None:
+        """Remembers that a node has lost a replica."""
+        self._suspects[node_id] = now + self._policy.suspect_s
 
     @property
     def policy(self) -> Policy:
@@ -177,10 +181,19 @@ class _Step:
                 self._stop(replica, "not wanted any more")
 
     def _keep(self, wanted: Wanted, live: Sequence[Observed]) -> None:
-        newest = live[-1]
-        if newest.phase is Phase.ROUTABLE:
+        newest, silent_s = live[-1], self._reconciler.policy.silent_s
+        if newest.phase is Phase.ROUTABLE and not newest.is_unreachable:
             for older in live[:-1]:
-                self._stop(older, f"{newest.id} is routable")
+                if older.silent_s >= silent_s:
+                    self._reconciler.suspect(older.node_id, self._now)
+                    self.plan.actions.append(Forget(older, "its supervisor does not respond"))
+                    self.present.remove(older)
+                else:
+                    self._stop(older, f"{newest.id} is routable")
+            live = live[-1:]
+        if newest.silent_s >= silent_s and not self._are_most_silent():
+            self._start(wanted)
+            return
         for replica in live:
             node = self.nodes[replica.node_id]
             if not node.is_draining:
@@ -192,6 +205,10 @@ class _Step:
             limit_s = replica.stop_s + self._reconciler.policy.drain_margin_s
             if ends_at is not None and self._now >= ends_at - limit_s:
                 self._stop(replica, "its node is drained")
+
+    def _are_most_silent(self) -> bool:
+        silent = {replica.node_id for replica in self.present if replica.silent_s > 0}
+        return len(silent) * 2 > len(self.nodes)
 
     def _replace_outdated(self) -> None:
         """Replaces members whose settings have changed, one at a time; those that serve nothing at

@@ -6,10 +6,10 @@ Starts a Ray cluster of three nodes on this host (127.0.0.2 is the head) and a m
 in tests/chaos/rolling.py, and every response is compared with that to the same body before.
 
     start       a mesh is started, and serves
+    node        SIGKILL of all processes of a node; the node comes back
     scale       `meshctl scale worker=6`, then worker=2
     drain       Ray drains a node with a deadline; the node comes back
     controller  SIGKILL of the controller's process; then `meshctl scale` both ways
-    node        SIGKILL of all processes of a node, raylet first; the node comes back
     head        SIGKILL of all processes of the head's node; clients use the other frontend
 
 Prints one JSON line a case, then one with the sums:
@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -55,6 +56,7 @@ DRAIN_DEADLINE_S = 60
 HEAD_LOST_S = 20
 # Load that goes on after the loss of the head.
 HEADLESS_S = 12.0
+ATTEMPTS = "kvmesh_frontend_retries_total"
 INSTALL = "make .venv-ray/.ready"
 
 
@@ -121,6 +123,12 @@ class Bed:
             raise AssertionError(f"{error}: {json.dumps(last)[:3000]}") from None
         self.members = last["members"]
         return time.monotonic() - began
+
+    async def attempts(self) -> int:
+        """Returns the attempts of all frontends after the first of a request."""
+        texts = [await asyncio.to_thread(_read_metrics, url) for url in self.urls().values()]
+        found = [line for text in texts for line in text.splitlines() if line.startswith(ATTEMPTS)]
+        return int(sum(float(line.split()[-1]) for line in found))
 
     def on(self, address: str) -> list[str]:
         """Returns the members on a node."""
@@ -197,6 +205,8 @@ async def scale(bed: Bed, load: Load) -> dict[str, Any]:
 async def drain(bed: Bed, load: Load) -> dict[str, Any]:
     """Ray drains a node; its members move before they end."""
     victim = OTHERS[1]
+    await bed.meshctl("scale", "worker=3")
+    await bed.spread()
     before = bed.on(victim)
     assert before, "no member on the node"
     node_id = (await bed.live_nodes())[victim]
@@ -210,6 +220,7 @@ async def drain(bed: Bed, load: Load) -> dict[str, Any]:
 
     await until(has_left, "the raylet has left", SETTLED_S, poll_s=0.5)
     left_s = time.monotonic() - began
+    await bed.meshctl("scale", "worker=2")
     await _restore(bed, victim)
     return {"moved": before, "moved_s": round(moved_s, 1), "left_s": round(left_s, 1)}
 
@@ -243,6 +254,7 @@ async def node(bed: Bed, load: Load) -> dict[str, Any]:
     await bed.spread()
     lost = bed.on(victim)
     assert any(name.startswith("worker") for name in lost), f"no worker on the node: {lost}"
+    attempts = await bed.attempts()
     killed_at = time.monotonic()
     processes = bed.cluster.kill(victim)
     await bed.settled(lambda found: all(m["node"] != victim for m in found["members"]))
@@ -256,11 +268,14 @@ async def node(bed: Bed, load: Load) -> dict[str, Any]:
     # Sleep: responses that ran at the moment end.
     await asyncio.sleep(3.0)
     migrated_s = load.pause_across(killed_at)
+    attempts = await bed.attempts() - attempts
+    assert attempts, "no request was continued elsewhere"
     await bed.meshctl("scale", "worker=2")
     await _restore(bed, victim)
     return {
         "lost": lost,
         "processes": processes,
+        "further_attempts": attempts,
         "migrated_s": round(migrated_s, 3),
         "replaced_s": round(replaced_s, 1),
         "ray_noticed_s": round(noticed_s, 1),
@@ -300,10 +315,10 @@ async def head(bed: Bed, load: Load) -> dict[str, Any]:
 
 CASES: Mapping[str, Case] = {
     "start": start,
+    "node": node,
     "scale": scale,
     "drain": drain,
     "controller": controller,
-    "node": node,
     "head": head,
 }
 
@@ -320,6 +335,10 @@ def _is_spread(status: Mapping[str, Any]) -> bool:
     for member in status["members"]:
         nodes.setdefault(member["role"], []).append(member["node"])
     return all(len(found) == 1 or len(set(found)) > 1 for found in nodes.values())
+
+
+def _read_metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0).text
 
 
 def _name(member: Mapping[str, Any]) -> str:

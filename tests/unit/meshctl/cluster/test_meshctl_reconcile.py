@@ -54,13 +54,34 @@ def test_members_of_a_lost_node_start_elsewhere_with_the_next_number() -> None:
     assert texts(plan.actions) == ["forget worker-0.4", "start worker-0.5 on n3"]
 
 
-def test_a_silent_supervisor_is_replaced_after_the_limit_and_not_on_its_node() -> None:
-    present = [replace(replica(WORKERS[0], NODES[0]), silent_s=5.9), replica(WORKERS[1], NODES[1])]
-    assert step(WORKERS, present).actions == []
-    silent = [replace(present[0], silent_s=6.0), present[1]]
-    reconciler = Reconciler()
-    plan = reconciler.step(WORKERS, silent, NODES[:2], 0.0)
-    assert texts(plan.actions) == ["forget worker-0.1", "start worker-0.2 on n2"]
+class TestSilence:
+    SILENT = replace(replica(WORKERS[0], NODES[0]), silent_s=Policy().silent_s)
+    OTHER = replica(WORKERS[1], NODES[1])
+
+    def test_it_counts_after_the_limit(self) -> None:
+        early = replace(self.SILENT, silent_s=5.9)
+        assert step(WORKERS, [early, self.OTHER]).actions == []
+
+    def test_a_successor_starts_elsewhere_and_the_silent_one_ends_when_that_is_routable(
+        self,
+    ) -> None:
+        plan = step(WORKERS, [self.SILENT, self.OTHER], NODES[:2])
+        assert texts(plan.actions) == ["start worker-0.2 on n2"]
+        successor = replica(WORKERS[0], NODES[1], 2, Phase.READY)
+        assert step(WORKERS, [self.SILENT, successor, self.OTHER], NODES[:2]).actions == []
+        routable = replace(successor, phase=Phase.ROUTABLE)
+        plan = step(WORKERS, [self.SILENT, routable, self.OTHER], NODES[:2])
+        assert texts(plan.actions) == ["forget worker-0.1"]
+
+    def test_one_that_responds_again_drains_when_its_successor_is_routable(self) -> None:
+        again = replace(self.SILENT, silent_s=0.0)
+        successor = replica(WORKERS[0], NODES[2], 2)
+        plan = step(WORKERS, [again, successor, self.OTHER])
+        assert texts(plan.actions) == ["stop worker-0.1"]
+
+    def test_nothing_happens_while_most_nodes_are_silent(self) -> None:
+        present = [self.SILENT, replace(self.OTHER, silent_s=60.0)]
+        assert step(WORKERS, present).actions == []
 
 
 def test_a_surplus_member_drains_and_others_stay() -> None:
@@ -216,8 +237,8 @@ class TestSpread:
 
     def test_a_node_that_has_just_lost_a_replica_is_no_reason_to_move(self) -> None:
         reconciler = Reconciler()
-        silent = replace(replica(WORKERS[1], NODES[1]), silent_s=9.0)
-        reconciler.step(WORKERS, [self.PACKED[0], silent], NODES[:2], 0.0)
+        dead = replace(replica(WORKERS[1], NODES[1]), is_dead=True)
+        reconciler.step(WORKERS, [self.PACKED[0], dead], NODES[:2], 0.0)
         assert reconciler.step(WORKERS, self.PACKED, NODES[:2], 30.0).actions == []
         later = reconciler.step(WORKERS, self.PACKED, NODES[:2], 61.0)
         assert [type(action) for action in later.actions] == [Start]
