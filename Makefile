@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -208,6 +208,10 @@ test-sglang: ## Tests on real SGLang engines (4 minutes, 9 GB of memory; set-up 
 		75) ;; \
 		*) exit $$status ;; \
 	esac
+
+test-adapters: ## Stock SGLang servers and others behind the adapter (5 minutes, 5 GB of memory); last line is JSON
+	@PYTHON=$(PY) deploy/sglang/venv.sh
+	@.venv-sglang/bin/python -m tests.adapters $(ARGS)
 
 # The clients have an environment of their own, of pinned versions (5 GB, most of it agents and torch; five
 # minutes).

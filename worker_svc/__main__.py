@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.service.base import main
-from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
+from worker_svc.servers import build_worker
 
 if __name__ == "__main__":
-    main("worker", WorkerConfig, WorkerApp)
+    main("worker", WorkerConfig, build_worker)

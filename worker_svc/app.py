@@ -103,7 +103,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             lifecycle.spawn(self.engine.wait_for_failure(), name="engine")
         self._card = await asyncio.to_thread(
             build_card,
-            resolve_model_dir(config),
+            engine_config.model_folder or resolve_model_dir(config),
             engine_config,
             config.serve or (),
             tool_call_parser=config.card_tool_call_parser,

@@ -12,8 +12,12 @@ from common.errors import InvalidRequest
 from common.kv.hashing import HASH_SCHEME_ID
 from common.registry.card import Artifact, ModelCard, ModelType, parse_model_type
 from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.model_folder import (
+    REQUIRED_FILES,
+    find_missing_files,
+    read_eos_token_ids,
+)
 
-_REQUIRED_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("generation_config.json", "chat_template.jinja", "config.json")
 
 # CLI flags that set a field of the card.
@@ -41,11 +45,6 @@ def served_model_type(kinds: Sequence[str]) -> ModelType:
     return parse_model_type(kinds)
 
 
-def find_missing_files(folder: Path) -> list[str]:
-    """Returns the required files that the folder lacks."""
-    return [name for name in _REQUIRED_FILES if not (folder / name).is_file()]
-
-
 def build_card(
     folder: Path,
     config: EngineConfig,
@@ -65,22 +64,24 @@ def build_card(
         if kind not in config.kinds:
             text = f"the engine serves {', '.join(config.kinds)}, but not {kind}"
             raise InvalidRequest(text, "serve")
-    if missing := find_missing_files(folder):
+    is_text = config.model_input == "text"
+    if not is_text and (missing := find_missing_files(folder)):
         raise InvalidRequest(f"{folder} has no {missing[0]}", "model_path")
-    paths = (folder / name for name in (*_REQUIRED_FILES, *_OPTIONAL_FILES))
+    paths = (folder / name for name in (*REQUIRED_FILES, *_OPTIONAL_FILES))
     artifacts = {
         path.name: Artifact.of(_read_artifact(path, config.template_texts))
         for path in paths
-        if path.is_file()
+        if not is_text and path.is_file()
     }
     return ModelCard(
         name=config.advertised_name,
         aliases=tuple(sorted(set(aliases) - {config.advertised_name})),
         model_type=served_model_type(kinds or config.kinds),
+        model_input=config.model_input,
         context_length=config.context_length,
         kv_block_size=config.kv_cache_block_size,
         hash_scheme=str(HASH_SCHEME_ID) if config.kv_index != "none" else "",
-        eos_token_ids=_eos_token_ids(folder),
+        eos_token_ids=() if is_text else read_eos_token_ids(folder),
         artifacts=artifacts,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
@@ -146,15 +147,3 @@ def read_vocab_size(card: ModelCard) -> int | None:
         return int(max((*ids, *added))) + 1
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the ids of generation_config.json, else of config.json, as Hugging Face does."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        settings = json.loads(path.read_bytes()) if path.is_file() else {}
-        if not isinstance(settings, dict):
-            raise InvalidRequest(f"{name} is not a JSON object", "model_path")
-        if (value := settings.get("eos_token_id")) is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return ()

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig
 from common.runtime.plugins import ENGINES, check_plugin_name, import_factory
-from worker_svc.card import find_missing_files, served_model_type
+from worker_svc.card import served_model_type
+from worker_svc.engines.model_folder import find_missing_files
 from worker_svc.engines.sglang.server_args import resolve_page_size
+
+
+def url_problem(url: str) -> str:
+    """Returns why a text is no base URL of a server; "" if it is one."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"{url!r}: {error}"
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return f"{url!r} is no URL such as http://10.0.0.7:30000"
+    if parts.path.rstrip("/") or parts.query or parts.fragment or parts.username:
+        return f"{url!r} must have no path, query or user: without /v1"
+    return ""
 
 
 def _validate_engine(name: str) -> str:
@@ -26,8 +43,9 @@ class WorkerConfig(ServiceConfig):
     """The settings of a worker."""
 
     engine: Annotated[str, AfterValidator(_validate_engine)] = "sim"
-    """sglang is the real engine; sim needs no GPU; echo repeats the prompt. module:factory is an
-    engine of your own: the factory receives this configuration."""
+    """sglang is the real engine; sim needs no GPU; echo repeats the prompt; openai stands for
+    servers that run already (server_urls). module:factory is an engine of your own: the factory
+    receives this configuration."""
     role: Literal["aggregated", "prefill", "decode"] = "aggregated"
     """prefill and decode workers share a request. The echo engine supports aggregated only."""
     handoff: Literal["bootstrap", "completed"] = "bootstrap"
@@ -109,6 +127,33 @@ class WorkerConfig(ServiceConfig):
     """Further arguments of SGLang as a JSON object: {"tp_size": 2}. An engine of your own gets the
     text."""
 
+    server_urls: Names = ()
+    """Base URLs of inference servers that run already, such as http://10.0.0.7:30000, for the
+    engine openai: SGLang, vLLM, or any OpenAI API. Each becomes a worker of its own."""
+    server_file: Path | None = None
+    """File with such URLs, one a line; its changes apply within seconds."""
+    server_dns: str | None = None
+    """URL whose host name stands for several servers, one for each of its addresses; looked up
+    every few seconds."""
+    server_api: Literal["sglang", "vllm", "text"] | None = None
+    """How to use the servers. text: pass the bodies of clients through. Unset: their answers
+    decide."""
+    server_model: str | None = None
+    """The model to serve, by the servers' name for it. Unset: the first one that they list."""
+    server_key: str | None = Field(default=None, repr=False)
+    """Secret that the servers expect as a bearer token (their --api-key)."""
+    server_ca_path: Path | None = None
+    """PEM certificate authorities of https servers. Unset: those of the system."""
+    server_kv_events: str = ""
+    """tcp://HOST:PORT where the server publishes KV events. Empty: as SGLang states itself; vLLM
+    does not. For one server only."""
+    server_kv_replay: str = ""
+    """tcp://HOST:PORT where the server replays KV events. Empty: as SGLang states itself."""
+    server_start_s: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds to wait for a server that does not respond yet when the worker starts."""
+    server_connections: PositiveInt = 1024
+    """Maximum of connections to one server; each running request has one."""
+
     @property
     def default_model_name(self) -> str:
         """Model name of a built-in engine."""
@@ -117,7 +162,8 @@ class WorkerConfig(ServiceConfig):
     @property
     def card_tool_call_parser(self) -> str | None:
         """The parser that the model's card names."""
-        return self.tool_call_parser or ("hermes" if self.model_path is None else None)
+        is_built_in = self.model_path is None and self.engine != "openai"
+        return self.tool_call_parser or ("hermes" if is_built_in else None)
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -134,12 +180,49 @@ class WorkerConfig(ServiceConfig):
             found.append("max_num_seqs: must be at most --max-num-batched-tokens")
         if self.step_limit_max_s < self.step_limit_s:
             found.append("step_limit_max_s: must be at least --step-limit-s")
-        if self.loras and self.engine in ("echo", "sglang"):
+        if self.loras and self.engine in ("echo", "sglang", "openai"):
             found.append(f"loras: the {self.engine} engine has no such setting")
+        found += self._server_problems()
         if self.engine == "sglang":
             found += self._sglang_problems()
         elif self.engine_args and self.engine in ENGINES:
             found.append(f"engine_args: the {self.engine} engine takes none")
+        return found
+
+    @property
+    def has_several_servers(self) -> bool:
+        """Whether the process serves several servers, or a number that changes."""
+        return bool(self.server_file or self.server_dns or len(self.server_urls) > 1)
+
+    def _server_problems(self) -> list[str]:
+        """Returns the problems of the settings of servers that run already."""
+        found = []
+        names = [one for one in type(self).model_fields if one.startswith("server_")]
+        fields = type(self).model_fields
+        used = [one for one in names if getattr(self, one) != fields[one].default]
+        if self.engine != "openai":
+            return [f"{one}: only the engine openai has this setting" for one in used]
+        sources = (self.server_urls, self.server_file, self.server_dns)
+        if sum(map(bool, sources)) != 1:
+            found.append("server_urls: set one of --server-urls, --server-file, --server-dns")
+        for name, urls in (("server_urls", self.server_urls), ("server_dns", (self.server_dns,))):
+            found += [f"{name}: {p}" for url in urls if url and (p := url_problem(url))]
+        for name in ("server_kv_events", "server_kv_replay"):
+            value = getattr(self, name)
+            if value and not re.fullmatch(r"tcp://[^:/]+:[0-9]+|tcp://\[[^]]+\]:[0-9]+", value):
+                found.append(f"{name}: {value!r} is not tcp://HOST:PORT")
+            if value and self.has_several_servers:
+                found.append(f"{name}: needs one server; others would have the same address")
+        if self.server_ca_path is not None and not self.server_ca_path.is_file():
+            found.append(f"server_ca_path: there is no file {self.server_ca_path}")
+        if self.role != "aggregated":
+            found.append("role: the openai engine only supports aggregated")
+        if self.has_several_servers and (self.port or self.stream_port):
+            found.append("port: must be 0, because each server becomes a worker of its own")
+        if self.has_several_servers and self.metrics_port:
+            found.append("metrics_port: must be 0, because each server becomes a worker of its own")
+        if self.server_dns and not self.server_dns.startswith("http://"):
+            found.append("server_dns: must be http, because certificates do not name addresses")
         return found
 
     def _sglang_problems(self) -> list[str]:

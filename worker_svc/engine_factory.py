@@ -24,6 +24,8 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
         return EchoEngine(EchoConfig(model=config.default_model_name))
     if config.engine == "sglang":
         return _build_sglang_engine(config)
+    if config.engine == "openai":
+        return build_server_engine(config, *config.server_urls)
     return _build_sim_engine(config)
 
 
@@ -94,6 +96,31 @@ def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
             transfer_group=config.transfer_group,
             kv_events=config.kv_events,
             engine_args=json.loads(config.engine_args or "{}"),
+        )
+    )
+
+
+def build_server_engine(config: WorkerConfig, url: str) -> LLMEngine:
+    """Returns the engine for one server. Raises InvalidRequest."""
+    # Imported here: other workers need no HTTP client.
+    from worker_svc.engines.openai.config import ServerConfig
+    from worker_svc.engines.openai.engine import ServerEngine
+
+    return ServerEngine(
+        ServerConfig(
+            url=url,
+            api=config.server_api,
+            model=config.server_model,
+            model_path=config.model_path,
+            key=config.server_key or "",
+            ca_path=config.server_ca_path,
+            block_size=config.block_size,
+            context_length=config.context_length,
+            connections_max=config.server_connections,
+            start_s=config.server_start_s,
+            kv_events=config.kv_events,
+            kv_events_address=config.server_kv_events,
+            kv_replay_address=config.server_kv_replay,
         )
     )
 

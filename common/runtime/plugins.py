@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 # The engines of the worker, which `meshctl up` also offers.
-ENGINES = ("sim", "echo", "sglang")
+ENGINES = ("sim", "echo", "sglang", "openai")
 
 
 def check_plugin_name(name: str, built_in: Iterable[str]) -> str:

@@ -77,7 +77,7 @@ async def test_the_factory_receives_the_configuration(plugin: ModuleType) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("llm", "must be one of sim, echo, sglang, or module:factory"),
+        ("llm", "must be one of sim, echo, sglang, openai, or module:factory"),
         ("llm:", "must be one of"),
         ("no_such_module_here:make", "ModuleNotFoundError"),
         ("test_engine_plugin:absent", "AttributeError"),

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import (
@@ -27,6 +28,7 @@ from common.errors import (
     WorkerLost as WorkerLost,
 )
 from common.kv.load import Load as Load
+from common.registry.card import ModelInput
 from common.registry.instances import KvIndex
 from common.request.embedding import Vector as Vector
 from common.request.media import MediaInput as MediaInput
@@ -69,6 +71,8 @@ class EngineConfig:
     template_texts: what the chat template of the card prints instead of a text of the model's own.
     supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
     refused only after a worker was chosen.
+    model_input: "text" if requests pass through to the engine, which takes no token ids.
+    model_folder: where the tokenizer is, if the engine has learned that; None: as configured.
     serves_in_order: whether a waiting request never starts after a later one without a higher
     priority. Then one that was overtaken counts as lost although others wait.
     """
@@ -95,6 +99,8 @@ class EngineConfig:
     template_texts: Mapping[str, str] = field(default_factory=dict)
     supported_fields: frozenset[str] | None = None
     serves_in_order: bool = False
+    model_input: ModelInput = "tokens"
+    model_folder: Path | None = None
 
     @property
     def advertised_name(self) -> str:

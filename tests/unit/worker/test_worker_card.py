@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 from common.registry.card import Artifact, ModelCard
 from common.runtime.config import ConfigError, read_config
-from worker_svc.card import build_card, card_differences, find_missing_files, read_vocab_size
+from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.model_folder import find_missing_files
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 CARD = build_card(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))

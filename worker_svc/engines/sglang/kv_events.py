@@ -104,13 +104,36 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class KvEventEndpoints:
-    """Loopback ports: rank r publishes at port + r and serves replays at replay_port + r.
+    """Ports: rank r publishes at port + r of host and serves replays at replay_port + r of
+    replay_host.
 
     replay_port None: the engine keeps no batches, so every missing batch is a loss.
+    topic: the prefix of the topics that are read.
     """
 
     port: int
     replay_port: int | None
+    topic: str = TOPIC
+    host: str = "127.0.0.1"
+    replay_host: str = "127.0.0.1"
+
+    @classmethod
+    def of_addresses(cls, events: str, replay: str | None) -> KvEventEndpoints:
+        """Returns the endpoints of a server that runs already, of any topic: tcp://HOST:PORT of
+        rank 0. Raises ValueError for another form."""
+        host, port = _parse_tcp_address(events)
+        replay_host, replay_port = (host, None) if replay is None else _parse_tcp_address(replay)
+        return cls(port, replay_port, "", host, replay_host)
+
+    def address(self, rank: int) -> str:
+        """Returns where a rank publishes."""
+        return _tcp_address(self.port + rank, self.host)
+
+    def replay_address(self, rank: int) -> str | None:
+        """Returns where a rank serves replays; None if it serves none."""
+        if self.replay_port is None:
+            return None
+        return _tcp_address(self.replay_port + rank, self.replay_host)
 
     def config(self) -> str:
         """Returns SGLang's `kv_events_config`. Requires a replay_port."""
@@ -128,8 +151,15 @@ class KvEventEndpoints:
         )
 
 
-def _tcp_address(port: int) -> str:
-    return f"tcp://127.0.0.1:{port}"
+def _tcp_address(port: int, host: str = "127.0.0.1") -> str:
+    return f"tcp://{host}:{port}"
+
+
+def _parse_tcp_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not (address.startswith("tcp://") and colon and host and port.isdecimal()):
+        raise ValueError(f"{address!r} is not tcp://HOST:PORT")
+    return host, int(port)
 
 
 class _Reconnect(Exception):
@@ -176,10 +206,9 @@ class KvEventReader:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._rank = rank
-        self._endpoint = _tcp_address(endpoints.port + rank)
-        self._replay_endpoint = (
-            None if endpoints.replay_port is None else _tcp_address(endpoints.replay_port + rank)
-        )
+        self._endpoint = endpoints.address(rank)
+        self._replay_endpoint = endpoints.replay_address(rank)
+        self._topic = endpoints.topic.encode()
         self._sink = sink
         self._images = images
         self._next_seq = 0
@@ -217,7 +246,7 @@ class KvEventReader:
             subscriber.set(zmq.RCVHWM, BUFFERED_BATCHES)
             # Otherwise batches of the next engine would follow those of this one.
             subscriber.set(zmq.RECONNECT_IVL, -1)
-            subscriber.subscribe(TOPIC.encode())
+            subscriber.subscribe(self._topic)
             subscriber.connect(self._endpoint)
             ended = None
             try:

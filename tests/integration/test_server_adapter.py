@@ -1,0 +1,268 @@
+"""Workers for servers that run already: stand-ins for SGLang and vLLM, and a frontend of ours.
+
+The stand-ins (`tests/kit/model_server.py`) are no SGLang and no vLLM; those are in tests/adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from common.errors import InvalidRequest, Unavailable, Unsupported, WorkerLost
+from common.request.preprocessed import (
+    FinishReason,
+    OutputOptions,
+    RoutingHints,
+    StopConditions,
+    TokenIds,
+)
+from common.runtime.config import ConfigError, read_config
+from common.runtime.free_ports import free_ports
+from tests.kit.model_server import MODEL, ModelServer, next_token
+from tests.kit.processes import Mesh
+from tests.kit.requests import context, preprocessed_request
+from tests.kit.waiting import until, wait_for
+from worker_svc.config import WorkerConfig
+from worker_svc.conformance.checks import all_checks
+from worker_svc.conformance.harness import TimeLimits
+from worker_svc.conformance.report import Verdict, run_checks
+from worker_svc.engines.contract import LLMEngineOutput
+from worker_svc.engines.openai.config import ServerConfig
+from worker_svc.engines.openai.engine import ServerEngine
+from worker_svc.servers import read_urls
+
+APIS: Sequence[Literal["sglang", "vllm"]] = ("sglang", "vllm")
+PATIENT = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens with which a stand-in continues."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", APIS)
+async def test_the_adapter_keeps_the_engine_contract(api: Literal["sglang", "vllm"]) -> None:
+    with ModelServer(api) as server:
+        checks = run_checks(lambda: ServerEngine(ServerConfig(server.url)), PATIENT, all_checks())
+        found = {one.check.name: one async for one in checks}
+        assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
+        skipped = {name for name, one in found.items() if one.verdict is Verdict.SKIP}
+        assert skipped == {"kv-events", "flush-cache"}, "it publishes no events"
+        await until(lambda: server.running == 0, "closed streams end at the server")
+
+
+async def collect(engine: ServerEngine, **fields: Any) -> list[LLMEngineOutput]:
+    return [one async for one in engine.generate(preprocessed_request(**fields), context())]
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_stop_tokens_log_probabilities_and_adapters_are_those_of_the_request(
+    api: Literal["sglang", "vllm"],
+) -> None:
+    prompt = [5, 6, 7]
+    tokens = expected(prompt, 4)
+    with ModelServer(api) as server:
+        engine = ServerEngine(ServerConfig(server.url))
+        config = await engine.start(1)
+        try:
+            stop = StopConditions(max_tokens=9, stop_token_ids_hidden=(tokens[3],))
+            fields: dict[str, Any] = {"token_ids": TokenIds.of(prompt), "stop_conditions": stop}
+            options = OutputOptions(logprobs=2)
+            chunks = await collect(engine, **fields, output_options=options)
+            assert [id for one in chunks for id in one.token_ids] == tokens[:3]
+            logprobs = [one for chunk in chunks for one in chunk.logprobs]
+            assert [(one.token_id, one.logprob) for one in logprobs] == [
+                (t, -1.0) for t in tokens[:3]
+            ]
+            assert [top.token_id for top in logprobs[0].top] == [tokens[0], tokens[0] + 1]
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            visible = replace(stop, stop_token_ids_hidden=(), stop_token_ids_visible=(tokens[3],))
+            chunks = await collect(engine, **fields | {"stop_conditions": visible})
+            assert [id for one in chunks for id in one.token_ids] == tokens
+            assert chunks[-1].stop_reason == tokens[3]
+            await collect(engine, **fields | {"stop_conditions": replace(stop, min_tokens=3)})
+            name, least = (
+                ("sampling_params", "min_new_tokens") if api == "sglang" else ("", "min_tokens")
+            )
+            body = server.bodies[-1]
+            assert (body[name] if name else body)[least] == 3
+            assert config.loras == frozenset()
+            assert await engine.load_lora("pirate", "file:///a") == {"pirate"}
+            hints = RoutingHints(lora_name="pirate")
+            await collect(engine, **fields, routing=hints)
+            assert server.bodies[-1]["lora_path" if api == "sglang" else "model"] == "pirate"
+            assert await engine.unload_lora("pirate") == frozenset()
+            with pytest.raises(Unsupported, match="lora_name"):
+                await collect(engine, **fields, routing=hints)
+        finally:
+            await engine.cleanup()
+
+
+async def test_a_stopped_request_is_aborted_at_the_server() -> None:
+    with ModelServer("sglang", step_s=0.05) as server:
+        engine = ServerEngine(ServerConfig(server.url))
+        await engine.start(1)
+        try:
+            ctx = context()
+            stream = engine.generate(preprocessed_request(), ctx)
+            await anext(stream)
+            ctx.stop_generating("test")
+            (output,) = [one async for one in stream]
+            assert output.finish_reason is FinishReason.CANCELLED
+            await until(lambda: server.running == 0, "the connection is closed")
+            await until(lambda: server.aborted, "the server is asked to abort")
+            assert server.aborted == [server.bodies[-1]["rid"]]
+        finally:
+            await engine.cleanup()
+
+
+async def test_errors_name_the_server_and_the_setting() -> None:
+    port = free_ports(1)
+    nowhere = f"http://127.0.0.1:{port}"
+    engine = ServerEngine(ServerConfig(nowhere, start_s=0.0))
+    with pytest.raises(Unavailable, match=f"no response of {nowhere}"):
+        await engine.start(1)
+    await engine.cleanup()
+    with ModelServer("vllm") as server:
+        cases = [
+            (ServerConfig(server.url, model="other"), "server_model", MODEL),
+            (ServerConfig(server.url, api="sglang"), "server_api", server.url),
+            (ServerConfig(server.url, model_path=Path("/none")), "model_path", "tokenizer.json"),
+            (
+                ServerConfig(server.url, block_size=24, kv_events_address="tcp://127.0.0.1:9"),
+                "block_size",
+                "16 tokens",
+            ),
+        ]
+        for config, field, text in cases:
+            engine = ServerEngine(config)
+            with pytest.raises(InvalidRequest, match=text) as caught:
+                await engine.start(1)
+            assert caught.value.field == field
+            await engine.cleanup()
+
+
+async def test_a_server_that_ends_fails_its_requests_and_may_come_back() -> None:
+    with ModelServer("sglang", step_s=0.02) as server:
+        engine = ServerEngine(ServerConfig(server.url))
+        await engine.start(1)
+        port = int(server.url.rpartition(":")[2])
+        try:
+            stream = engine.generate(preprocessed_request(), context())
+            assert (await anext(stream)).finish_reason is None
+            server.close()
+            with pytest.raises(WorkerLost, match=server.url) as caught:
+                [one async for one in stream]
+            assert caught.value.retryable
+            with ModelServer("sglang", port=port):
+                output = (await collect(engine, max_tokens=2))[-1]
+                assert output.finish_reason is FinishReason.LENGTH
+        finally:
+            await engine.cleanup()
+
+
+class ServersMesh(Mesh):
+    """A mesh with one worker process for two servers."""
+
+    def is_complete(self) -> bool:
+        """Whether the frontend is ready and has a worker for each server."""
+        is_ready = self.http.get(f"{self.url}/ready").json()["ready"]
+        return is_ready and len(self.known_instance_ids("worker")) == 2
+
+
+def read_events(response: httpx.Response) -> list[Any]:
+    lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_streams_continue_on_another_server_and_the_file_adds_and_removes_servers(
+    tmp_path: Path,
+) -> None:
+    urls = tmp_path / "servers"
+    prompt, count = list(range(20, 60)), 60
+    with ModelServer("sglang", step_s=0.03) as first, ModelServer("sglang", step_s=0.03) as second:
+        urls.write_text(f"{first.url}\n{second.url}  # the second\n")
+        flags = ["--engine=openai", f"--server-file={urls}", "--metrics-port=0"]
+        with ServersMesh(tmp_path, workers=1, worker_flags=flags) as mesh:
+            (worker,) = mesh.workers
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True}
+            body |= {"stream": True, "nvext": {"extra_fields": ["completion_token_ids"]}}
+            url = f"{mesh.url}/v1/completions"
+            with mesh.http.stream("POST", url, json=body) as response:
+                wait_for(lambda: first.running + second.running == 1, "one server computes")
+                loser, other = (first, second) if first.running else (second, first)
+                loser.close()
+                events = read_events(response)
+            found = [one["nvext"]["completion_token_ids"] for one in events if "nvext" in one]
+            assert found == [expected(prompt, count)]
+            assert len(other.bodies[-1]["input_ids"]) > len(prompt), "it continued"
+            with ModelServer("vllm") as third:
+                urls.write_text(f"{other.url}\n{third.url}\n")
+                wait_for(lambda: worker.events("server_removed"), "a server is removed")
+                wait_for(lambda: len(worker.events("server_found")) == 3, "a server is added")
+                urls.write_text("nonsense\n")
+                wait_for(lambda: worker.events("server_discovery_failed"), "the line is refused")
+                assert mesh.post_completion("still", prompt, model=MODEL).status_code == 200
+                worker.send(signal.SIGTERM)
+                assert worker.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_server_without_token_ids_gets_the_bodies_of_clients(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "outer").mkdir()
+    message = {"role": "user", "content": "Hello"}
+    body = {"model": "sim", "messages": [message], "max_tokens": 8, "temperature": 0}
+    with Mesh(tmp_path / "inner", workers=1, worker_flags=["--speedup=0"]) as inner:
+        flags = ["--engine=openai", f"--server-urls={inner.url}"]
+        with Mesh(tmp_path / "outer", workers=1, worker_flags=flags) as outer:
+            answers = []
+            for mesh in (inner, outer):
+                response = mesh.http.post(f"{mesh.url}/v1/chat/completions", json=body)
+                assert response.status_code == 200, response.text
+                answer = response.json()
+                answers.append((answer["choices"], answer["usage"]["completion_tokens"]))
+            assert answers[0] == answers[1]
+            url = f"{outer.url}/v1/chat/completions"
+            with outer.http.stream("POST", url, json=body | {"stream": True}) as response:
+                parts = [one["choices"][0]["delta"].get("content") for one in read_events(response)]
+            assert "".join(filter(None, parts)) == answers[0][0][0]["message"]["content"]
+            bad = outer.http.post(url, json=body | {"max_tokens": -1})
+            assert bad.status_code == 400, bad.text
+
+
+def test_invalid_settings_of_servers_are_named(tmp_path: Path) -> None:
+    cases = {
+        "--server-urls: set one of": ["--engine=openai"],
+        "--server-urls: 'ftp://a' is no URL": ["--engine=openai", "--server-urls=ftp://a"],
+        "must have no path": ["--engine=openai", "--server-urls=http://a/v1"],
+        "--server-kv-events: 'x' is not tcp": [
+            *("--engine=openai", "--server-urls=http://a", "--server-kv-events=x"),
+        ],
+        "--port: must be 0": ["--engine=openai", "--server-urls=http://a,http://b", "--port=7"],
+        "--server-urls: only the engine openai": ["--server-urls=http://a"],
+        "--role: the openai engine": ["--engine=openai", "--server-urls=http://a", "--role=decode"],
+    }
+    for text, flags in cases.items():
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            read_config(WorkerConfig, "WORKER", {}, flags)
+    path = tmp_path / "servers"
+    path.write_text("# none yet\nhttp://a:1/\n\nhttp://a:1\nhttp://b\n")
+    assert read_urls(path) == ["http://a:1", "http://b"]
+    path.write_text("http://a\nb\n")
+    with pytest.raises(ValueError, match="line 2: 'b' is no URL"):
+        read_urls(path)

@@ -1,0 +1,211 @@
+"""A stand-in for an inference server: it speaks SGLang's `/generate` or vLLM's `/v1/completions`.
+
+It is no SGLang and no vLLM: it computes each token from all tokens before it, so that a response
+that continues elsewhere has the same tokens, and implements what the adapter calls. The real
+servers are those of tests/adapters.
+
+    with ModelServer("sglang") as server:
+        ServerEngine(ServerConfig(server.url))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from tests.kit.waiting import WAIT_S
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
+
+CONTEXT_LENGTH = 2048
+VOCABULARY = 4000
+# Ids below are control tokens.
+FIRST_ID = 10
+MODEL = "stand-in"
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """Returns the token that follows these."""
+    return FIRST_ID + (sum(ids[-8:]) * 31 + len(ids) * 7) % (VOCABULARY - FIRST_ID)
+
+
+class ModelServer:
+    """One server on a free port, in a thread of its own. step_s: seconds for each token."""
+
+    def __init__(
+        self, api: Literal["sglang", "vllm"], *, step_s: float = 0.002, port: int = 0
+    ) -> None:
+        self.api = api
+        self.step_s = step_s
+        self.bodies: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.running = 0
+        self.loras: dict[str, str] = {}
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._is_ready = threading.Event()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="model server", daemon=True)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> ModelServer:
+        self._thread.start()
+        assert self._is_ready.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def close(self) -> None:
+        """Ends the server and its connections, as a process that is killed. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(WAIT_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+        self._port = server.sockets[0].getsockname()[1]
+        self._is_ready.set()
+        await self._ended.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._respond(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                method, path, _ = head[0].split(" ")
+                lengths = [one.split(":")[1] for one in head if "content-length" in one.lower()]
+                body = await reader.readexactly(int(lengths[0])) if lengths else b""
+                await self._route(writer, method, path, json.loads(body) if body else {})
+                await writer.drain()
+        finally:
+            writer.transport.abort() if self._ended.is_set() else writer.close()
+
+    # Any, here and below: JSON.
+    async def _route(
+        self, writer: asyncio.StreamWriter, method: str, path: str, body: dict[str, Any]
+    ) -> None:
+        generate = {"sglang": "/generate", "vllm": "/v1/completions"}[self.api]
+        if path == generate:
+            self.bodies.append(body)
+            await self._generate(writer, body)
+            return
+        if (method, path) == ("POST", "/abort_request"):
+            self.aborted.append(body["rid"])
+            self._write(writer, 200, {})
+            return
+        if path.removeprefix("/v1") == "/load_lora_adapter":
+            self.loras[body["lora_name"]] = body["lora_path"]
+        elif path.removeprefix("/v1") == "/unload_lora_adapter":
+            self.loras.pop(body["lora_name"])
+        elif path not in ("/flush_cache", "/reset_prefix_cache") and path not in self._pages():
+            self._write(writer, 404, {"error": {"message": f"no {path}"}})
+            return
+        self._write(writer, 200, self._pages().get(path, {}))
+
+    def _pages(self) -> Mapping[str, Any]:
+        base = {"id": MODEL, "max_model_len": CONTEXT_LENGTH, "root": str(SIM_MODEL_DIR)}
+        adapters = [{"id": name, "parent": MODEL, "root": at} for name, at in self.loras.items()]
+        owner = {"owned_by": self.api}
+        pages: dict[str, Any] = {"/v1/models": {"data": [base | owner, *adapters]}}
+        if self.api == "vllm":
+            text = f'vllm:num_requests_running{{model="x"}} {self.running}.0\n'
+            text += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1.0\n'
+            return pages | {"/version": {"version": "0.0"}, "/metrics": text}
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": 0,
+            "num_used_tokens": 0,
+        }
+        return pages | {
+            "/model_info": {"model_path": str(SIM_MODEL_DIR), "is_generation": True},
+            "/server_info": {"version": "0.0", "page_size": 16, "max_total_num_tokens": 8192},
+            "/v1/loads": {"loads": [load]},
+        }
+
+    def _write(self, writer: asyncio.StreamWriter, status: int, content: Any) -> None:
+        raw = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + raw)
+
+    async def _generate(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        is_sglang = self.api == "sglang"
+        sampling = body["sampling_params"] if is_sglang else body
+        prompt = body["input_ids" if is_sglang else "prompt"]
+        limit = sampling["max_new_tokens" if is_sglang else "max_tokens"]
+        stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids", ())
+        least = sampling.get("min_new_tokens" if is_sglang else "min_tokens") or 0
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"connection: close\r\n\r\n")
+        self.running += 1
+        output: list[int] = []
+        try:
+            while True:
+                await asyncio.sleep(self.step_s)
+                output.append(next_token([*prompt, *output]))
+                is_stop = output[-1] in stops and len(output) > least
+                is_end = is_stop or len(output) == limit
+                describe = self._sglang_chunk if is_sglang else self._vllm_chunk
+                self._event(writer, describe(body, output, is_stop, is_end))
+                await writer.drain()
+                if writer.transport.is_closing():
+                    return
+                if is_end:
+                    break
+        finally:
+            self.running -= 1
+        if not is_sglang:
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
+            self._event(writer, {"choices": [], "usage": usage})
+        writer.write(b"data: [DONE]\n\n")
+
+    def _event(self, writer: asyncio.StreamWriter, content: Any) -> None:
+        writer.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+    def _sglang_chunk(
+        self, body: dict[str, Any], output: list[int], is_stop: bool, is_end: bool
+    ) -> dict[str, Any]:
+        reason = None
+        if is_end:
+            reason = {"type": "stop", "matched": output[-1]} if is_stop else {"type": "length"}
+        meta: dict[str, Any] = {"finish_reason": reason, "cached_tokens": 0}
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-1.0, token, None] for token in output]
+            tops = [[[-1.0, token, None], [-2.0, token + 1, None]] for token in output]
+            meta["output_top_logprobs"] = [top[: body["top_logprobs_num"]] for top in tops]
+        return {"output_ids": output, "meta_info": meta}
+
+    def _vllm_chunk(
+        self, body: dict[str, Any], output: list[int], is_stop: bool, is_end: bool
+    ) -> dict[str, Any]:
+        token = output[-1]
+        choice: dict[str, Any] = {
+            "token_ids": [token],
+            "finish_reason": ("stop" if is_stop else "length") if is_end else None,
+            "stop_reason": token if is_stop else None,
+        }
+        if body.get("logprobs") is not None:
+            top = {f"token_id:{token}": -1.0, f"token_id:{token + 1}": -2.0}
+            choice["logprobs"] = {"token_logprobs": [-1.0], "top_logprobs": [top]}
+        return {"choices": [choice]}
