@@ -161,6 +161,7 @@ class ModelServer:
         self.running += 1
         output: list[int] = []
         try:
+            # Ends: at the limit of the request, or when its client disconnects.
             while True:
                 await asyncio.sleep(self.step_s)
                 output.append(next_token([*prompt, *output]))
