@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -213,6 +213,17 @@ test-adapters: ## Stock SGLang servers and others behind the adapter (5 minutes,
 	@PYTHON=$(PY) deploy/sglang/venv.sh
 	@.venv-sglang/bin/python -m tests.adapters $(ARGS)
 
+# On a machine with one NVIDIA GPU; ARGS='--device cpu' runs all of it with a tiny model.
+GPU_KIND := $(if $(findstring --device cpu,$(ARGS)),cpu,cuda)
+gpu-test: $(if $(filter cpu,$(GPU_KIND)),,.gpu) ## SGLang on a GPU: pair, migration, speed bare, by its router, by KVMesh; ARGS='--model FOLDER'; last line is JSON
+	@SGLANG_KIND=$(GPU_KIND) PYTHON=$(PY) deploy/sglang/venv.sh --handoff
+	@.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements/sglang-router.txt
+	@.venv-sglang/bin/python -m tests.gpu $(ARGS)
+
+.PHONY: .gpu
+.gpu:
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "no NVIDIA GPU: nvidia-smi -L fails; without one: make gpu-test ARGS='--device cpu'"; exit 1; }
+
 # The clients have an environment of their own, of pinned versions (5 GB, most of it agents and torch; five
 # minutes).
 CLIENTS := .venv-clients
@@ -275,6 +286,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(LOCK) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
+	echo 'sglang-router==0.3.2' | $(UV_COMPILE) --no-deps - -o requirements/sglang-router.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt
 	$(UV_COMPILE) tests/kubernetes/requirements.in -o tests/kubernetes/requirements.txt

@@ -22,6 +22,7 @@ if [ "${1:-}" = --handoff ]; then needs_handoff=yes && shift; fi
 venv=${1:-.venv-sglang}
 sglang=0.5.23
 mooncake=0.3.13.post1
+nixl=1.5.1
 
 kind=${SGLANG_KIND:-}
 if [ -z "$kind" ]; then
@@ -73,7 +74,7 @@ flock 9
 
 # The inputs of the installation; a change of any of them installs again.
 stamp=$({
-    echo "$kind $sglang $mooncake"
+    echo "$kind $sglang $mooncake $nixl"
     find deploy/sglang/venv.sh requirements deploy/sglang/cpu_platform -type f \
         ! -path '*/build/*' ! -path '*.egg-info/*' ! -path '*__pycache__*' | sort | xargs sha256sum
 } | sha256sum)
@@ -105,7 +106,9 @@ if [ "$kind" = cpu ]; then
     cp -r deploy/sglang/cpu_platform "$scratch/platform" # a build leaves folders beside its sources
     pip install --no-deps --force-reinstall "$scratch/platform"
 else
-    pip install "sglang==$sglang" "mooncake-transfer-engine==$mooncake"
+    # SGLang's own pins are of CUDA 13. The package `nixl` requires its parts for CUDA 12 too.
+    pip install "sglang==$sglang" "mooncake-transfer-engine-cuda13==$mooncake"
+    pip install --no-deps "nixl==$nixl" "nixl-cu13==$nixl"
 fi
 
 # The pins of KVMesh and of the test tools, except for packages that are already installed.

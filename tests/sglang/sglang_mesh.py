@@ -82,6 +82,11 @@ class HttpMesh:
             await mesh.until_known(workers)
             yield mesh
 
+    @property
+    def port(self) -> int:
+        """The HTTP port of the frontend."""
+        return int(self._services["frontend"].addresses["http"].rsplit(":", 1)[1])
+
     async def until_known(self, workers: set[int]) -> None:
         """Returns when the frontend is ready and has exactly these workers."""
         loop = asyncio.get_running_loop()

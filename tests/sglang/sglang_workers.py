@@ -70,7 +70,7 @@ class Generated:
 
 
 class WorkerProcess:
-    """`python -m worker_svc --engine sglang`, detected by its ready line."""
+    """`python -m worker_svc`, by default with SGLang, detected by its ready line."""
 
     def __init__(
         self, role: str, process: asyncio.subprocess.Process, ready_fd: int, log: Path
@@ -85,26 +85,35 @@ class WorkerProcess:
     @staticmethod
     @asynccontextmanager
     async def started(
-        role: str, *, model: Path, folder: Path, engine_args: Mapping[str, Any], name: str = ""
+        role: str,
+        *,
+        model: Path | None,
+        folder: Path,
+        engine_args: Mapping[str, Any],
+        name: str = "",
+        engine: str = "sglang",
+        more_flags: Sequence[str] = (),
     ) -> AsyncIterator[WorkerProcess]:
-        """A starting worker, stopped on exit. Its log is <folder>/<name or role>.log."""
+        """A starting worker, stopped on exit. Its log is <folder>/<name or role>.log.
+
+        model: None for an engine with a model of its own.
+        """
         ready_fd, theirs = os.pipe()
         flags: dict[str, Any] = {
-            "--engine": "sglang",
+            "--engine": engine,
             "--role": role,
-            "--model-path": model,
-            "--tool-call-parser": "hermes",
+            **({"--model-path": model, "--tool-call-parser": "hermes"} if model else {}),
             "--model-name": "tiny",
             "--registry": "file",
             "--registry-path": folder / "registry",
             "--ready-fd": theirs,
             "--handoff-timeout-s": HANDOFF_S,
-            "--engine-args": json.dumps(engine_args),
+            **({"--engine-args": json.dumps(engine_args)} if engine_args else {}),
             "--canary-idle-s": 2,
             "--notice-s": 0,
             "--drain-s": 2,
         }
-        arguments = [str(one) for pair in flags.items() for one in pair]
+        arguments = [*(str(one) for pair in flags.items() for one in pair), *more_flags]
         path = folder / f"{name or role}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(

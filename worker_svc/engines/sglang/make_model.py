@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +26,35 @@ from worker_svc.engines.model_files import stop_ids, write_json, write_tokenizer
 TINY_MODEL_DIR: Final = Path(".run/models/tiny")
 CONTEXT_LENGTH: Final = 4096  # tokens
 
-_LAYERS: Final = 2
-_HIDDEN_SIZE: Final = 64
-_ATTENTION_HEADS: Final = 4
-_KV_HEADS: Final = 2
-_HEAD_DIM: Final = _HIDDEN_SIZE // _ATTENTION_HEADS
-_INTERMEDIATE_SIZE: Final = 128
-# Large enough for a clear maximum of the logits, so that greedy output is stable.
-_INIT_STD: Final = 0.2
-
 Weights = Mapping[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a Qwen2. vocab_size 0: that of the tokenizer. is_tied: the embedding is also the
+    output matrix."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int = 0
+    is_tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """The size of one head."""
+        return self.hidden_size // self.heads
+
+    @property
+    def init_std(self) -> float:
+        """The deviation of the weights. Large enough for a clear maximum of the logits, so that
+        greedy output is stable."""
+        return 1.6 / math.sqrt(self.hidden_size)
+
+
+TINY: Final = Shape(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,24 +91,31 @@ def _write(folder: Path, seed: int) -> None:
     weights.chmod(0o644)
 
 
-def model_config(vocab_size: int, eos_token_id: list[int]) -> dict[str, Any]:
+def model_config(
+    vocab_size: int,
+    eos_token_id: list[int],
+    shape: Shape = TINY,
+    *,
+    context_length: int = CONTEXT_LENGTH,
+    dtype: str = "float32",
+) -> dict[str, Any]:
     """Returns the content of `config.json`. Any: JSON values."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "eos_token_id": eos_token_id,
         "hidden_act": "silu",
-        "hidden_size": _HIDDEN_SIZE,
-        "initializer_range": _INIT_STD,
-        "intermediate_size": _INTERMEDIATE_SIZE,
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "hidden_size": shape.hidden_size,
+        "initializer_range": shape.init_std,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": context_length,
         "model_type": "qwen2",
-        "num_attention_heads": _ATTENTION_HEADS,
-        "num_hidden_layers": _LAYERS,
-        "num_key_value_heads": _KV_HEADS,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
+        "tie_word_embeddings": shape.is_tied,
+        "torch_dtype": dtype,
         "vocab_size": vocab_size,
     }
 
@@ -99,27 +127,30 @@ def random_weights(vocab_size: int, seed: int) -> Weights:
         name: (
             np.ones(shape, np.float32)
             if name.endswith("norm.weight")
-            else rng.normal(0.0, _INIT_STD, shape).astype(np.float32)
+            else rng.normal(0.0, TINY.init_std, shape).astype(np.float32)
         )
-        for name, shape in _shapes(vocab_size)
+        for name, shape in weight_shapes(TINY, vocab_size)
     }
 
 
-def _shapes(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (vocab_size, _HIDDEN_SIZE)
-    for index in range(_LAYERS):
+def weight_shapes(shape: Shape, vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names and sizes of the weights of a Qwen2 checkpoint."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    yield "model.embed_tokens.weight", (vocab_size, hidden)
+    for index in range(shape.layers):
         layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", (_HIDDEN_SIZE,)
-        for name, heads in (("q", _ATTENTION_HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-            yield f"{layer}.self_attn.{name}_proj.weight", (heads * _HEAD_DIM, _HIDDEN_SIZE)
-            yield f"{layer}.self_attn.{name}_proj.bias", (heads * _HEAD_DIM,)
-        yield f"{layer}.self_attn.o_proj.weight", (_HIDDEN_SIZE, _ATTENTION_HEADS * _HEAD_DIM)
-        yield f"{layer}.post_attention_layernorm.weight", (_HIDDEN_SIZE,)
-        yield f"{layer}.mlp.gate_proj.weight", (_INTERMEDIATE_SIZE, _HIDDEN_SIZE)
-        yield f"{layer}.mlp.up_proj.weight", (_INTERMEDIATE_SIZE, _HIDDEN_SIZE)
-        yield f"{layer}.mlp.down_proj.weight", (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)
-    yield "model.norm.weight", (_HIDDEN_SIZE,)
-    yield "lm_head.weight", (vocab_size, _HIDDEN_SIZE)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+            yield f"{layer}.self_attn.{name}_proj.weight", (heads * shape.head_dim, hidden)
+            yield f"{layer}.self_attn.{name}_proj.bias", (heads * shape.head_dim,)
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, shape.heads * shape.head_dim)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not shape.is_tied:
+        yield "lm_head.weight", (vocab_size, hidden)
 
 
 if __name__ == "__main__":
