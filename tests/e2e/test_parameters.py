@@ -361,7 +361,9 @@ def test_the_examples_of_the_document_are_served(mesh: Mesh) -> None:
         if "{" not in path and "get" in document["paths"][path]:
             listed = document["paths"][path]["get"].get("parameters", [])
             needed = {one["name"]: 0 for one in listed if one.get("required")}
-            assert mesh.http.get(f"{mesh.url}{path}", params=needed).status_code == 200, path
+            is_refused = document["paths"][path]["get"]["summary"].startswith("Not implemented")
+            status = mesh.http.get(f"{mesh.url}{path}", params=needed).status_code
+            assert status == (501 if is_refused else 200), path
 
 
 def refused_bodies(mesh: Mesh) -> dict[tuple[str, str, str], float]:

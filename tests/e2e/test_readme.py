@@ -232,6 +232,8 @@ def test_the_commands_for_api_keys_run_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_no_command_of_a_document_needs_an_installed_meshctl(path: Path) -> None:
-    """`make setup` installs the dependencies, not the package with its console script."""
+    """`make setup` installs the dependencies, not the package with its console script; a block
+    may install it."""
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", path.read_text(), re.DOTALL)
-    assert not [line for block in blocks for line in block.split("\n") if line[:8] == "meshctl "]
+    others = [block for block in blocks if "pip install 'kvmesh" not in block]
+    assert not [line for block in others for line in block.split("\n") if line[:8] == "meshctl "]
