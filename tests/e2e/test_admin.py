@@ -202,7 +202,7 @@ def test_a_drained_worker_ends_its_requests_and_returns_after_resume(mesh: Mesh)
     served = other.counters()["finished"]
     for _ in range(4):
         ask(mesh, [320, 321])
-    assert other.counters()["finished"] == served + 4
+    wait_for(lambda: other.counters()["finished"] == served + 4, "the other worker served them")
     assert call(worker, "Drain").running == 0
     request.join(WAIT_S)
     assert whole[0]["usage"]["completion_tokens"] == length
