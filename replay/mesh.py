@@ -20,10 +20,11 @@ from common.kv.events import Hashes, Source
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.load import LOAD_HEARTBEAT_S, Load
 from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex, SourceMatch
-from common.registry.instances import Instance, Role, Snapshot
+from common.registry.instances import Role
 from common.request.placement import Decision, Placement, Query
 from replay.engine import KvChange, ReplayWorker, WorkerSettings, prompt_hashes
 from replay.policies import ReplayPolicy
+from replay.routers import MODEL, ReplayPeer, connect, open_peer, worker_snapshot
 from replay.trace import TraceRequest
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.booking import BookingKey
@@ -31,12 +32,11 @@ from router_svc.core.candidate import Leg
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.policy import DEFAULT_POLICY, Policy
-from router_svc.core.replication import Frame, OutboundSync, Replica
+from router_svc.core.replication import Frame
 from router_svc.core.router import Router
 from worker_svc.engines.sim.scheduler import SimSequence
 from worker_svc.kv_events.external_events import PagesStored
 
-MODEL = "replay"
 REPORT_S = 0.1
 # Work of the index that is put off until it is idle.
 _SWEEP_BLOCKS = 1 << 16
@@ -162,18 +162,6 @@ class _Active:
     prefill: SimSequence | None = None
 
 
-@dataclass(slots=True)
-class _Peer:
-    """A router with its replication. outbound: to the other routers, by number."""
-
-    router: Router
-    replica: Replica
-    session: int
-    rng: Random
-    outbound: dict[int, OutboundSync] = field(default_factory=dict)
-    streams: dict[int, int] = field(default_factory=dict)
-
-
 class ReplayMesh:
     """One run of one policy. Call `run` once."""
 
@@ -191,7 +179,7 @@ class ReplayMesh:
         self._queued: dict[BookingKey, _Active] = {}
         self._arrivals_left = 0
         self._peers = [self._make_peer(policy, number) for number in range(settings.routers)]
-        self._connect_peers()
+        connect(self._peers)
 
     def run(
         self, requests: Sequence[TraceRequest], on_progress: Callable[[int], None] = lambda _: None
@@ -284,7 +272,7 @@ class ReplayMesh:
         self._active[sequence] = active
         return sequence
 
-    def _serve_queue(self, peer: _Peer) -> None:
+    def _serve_queue(self, peer: ReplayPeer) -> None:
         """Places queued requests for which there is capacity; drops those that waited too long."""
         queue, now = peer.router.queue, self._now
         if not queue:
@@ -394,48 +382,18 @@ class ReplayMesh:
             is_stuck=speed == 0,
         )
 
-    def _make_peer(self, policy: ReplayPolicy, number: int) -> _Peer:
+    def _make_peer(self, policy: ReplayPolicy, number: int) -> ReplayPeer:
+        settings = self._settings
         router = Router(
             policy.make_selector(self._reports),
             index=self._index,
             index_settings=policy.index_settings,
             cost_settings=policy.cost_settings,
-            policy=self._settings.rules,
+            policy=settings.rules,
         )
-        router.update(self._fleet(), 0.0)
-        session = router.load_tracker.open_session(number + 1, 1)
-        rng = Random(f"{self._settings.seed}:{number}")
-        replica = Replica(router.load_tracker, overlaps=router.overlaps)
-        return _Peer(router, replica, session, rng)
-
-    def _connect_peers(self) -> None:
-        for receiver, peer in enumerate(self._peers):
-            for sender, other in enumerate(self._peers):
-                if sender != receiver:
-                    other.outbound[receiver] = other.replica.open_outbound()
-                    peer.streams[sender] = peer.replica.stream_opened(sender)
-
-    def _fleet(self) -> Snapshot:
-        sizes, prefill_workers = self._settings.worker, self._settings.prefill_workers
-        workers = [
-            Instance(
-                number + 1,
-                "replay",
-                "worker",
-                f"worker-{number}",
-                "127.0.0.1:1",
-                model=MODEL,
-                block_size=sizes.block_size,
-                total_kv_blocks=sizes.total_blocks,
-                max_num_seqs=sizes.max_num_seqs,
-                max_num_batched_tokens=sizes.max_num_batched_tokens,
-                kv_index="events",
-                role=_role(number, prefill_workers),
-                transfer_group="replay" if prefill_workers else "",
-            )
-            for number in range(self._settings.workers)
-        ]
-        return Snapshot(1, {worker.id: worker for worker in workers})
+        roles = (_role(worker, settings.prefill_workers) for worker in range(settings.workers))
+        router.update(worker_snapshot(settings.worker, roles), 0.0)
+        return open_peer(router, number, settings.seed)
 
 
 def _role(number: int, prefill_workers: int) -> Role:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -20,12 +19,13 @@ from common.wire.load import load_from_proto, load_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
 from replay.engine import WorkerSettings
-from replay.fleet.mesh import FleetMesh, FleetSettings
+from replay.fleet.mesh import Cell, FleetMesh, FleetSettings
 from replay.fleet.traffic import Traffic, TrafficSettings
 from replay.fleet.worker import CacheChange
+from replay.routers import ReplayPeer
 from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
-from router_svc.core.replication import Frame
+from router_svc.core.replication import Frame, OutboundSync
 from router_svc.proto import frame_from_proto, frame_to_proto
 from worker_svc.engines.sim.timing import Timing
 
@@ -58,19 +58,19 @@ class MeteredFleet(FleetMesh):
         self.costs = Costs()
         self._sequences: dict[int, int] = {}
 
-    def decide(self, peer: Any, query: Query, key: BookingKey) -> DecisionRecord:
+    def decide(self, peer: ReplayPeer, query: Query, key: BookingKey) -> DecisionRecord:
         began = time.thread_time()
         record = super().decide(peer, query, key)
         self.costs.decide_s.append(time.thread_time() - began)
         return record
 
-    def make_frame(self, outbound: Any) -> Frame:
+    def make_frame(self, outbound: OutboundSync) -> Frame:
         began = time.thread_time()
         frame = super().make_frame(outbound)
         self.costs.sync_send_s += time.thread_time() - began
         return frame
 
-    def apply_frame(self, sender: Any, receiver: Any, frame: Frame) -> None:
+    def apply_frame(self, sender: ReplayPeer, receiver: ReplayPeer, frame: Frame) -> None:
         costs, began = self.costs, time.thread_time()
         data = frame_to_proto(frame, sender.number + 1).SerializeToString()
         sent = time.thread_time()
@@ -82,7 +82,7 @@ class MeteredFleet(FleetMesh):
         costs.sync_frames += 1
         costs.sync_bytes += len(data)
 
-    def apply_change(self, cell: Any, worker: int, change: CacheChange) -> None:
+    def apply_change(self, cell: Cell, worker: int, change: CacheChange) -> None:
         costs = self.costs
         sequence = self._sequences[worker] = self._sequences.get(worker, 0) + 1
         events = [
@@ -106,7 +106,7 @@ class MeteredFleet(FleetMesh):
         costs.batches += 1
         costs.batch_bytes += len(data)
 
-    def apply_loads(self, cell: Any, loads: Sequence[tuple[int, Load]]) -> None:
+    def apply_loads(self, cell: Cell, loads: Sequence[tuple[int, Load]]) -> None:
         costs = self.costs
         frame = indexer_pb2.SubscribeResponse()
         for worker, load in loads:

@@ -20,18 +20,19 @@ import numpy as np
 
 from common.kv.hashing import hashes_to_bytes
 from common.kv.load import LOAD_HEARTBEAT_S, Load
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Snapshot
 from common.request.placement import Query
 from replay.engine import WorkerSettings
 from replay.fleet.cells import choose_cell
 from replay.fleet.worker import CacheChange, FleetWorker, Prompt
-from replay.mesh import MODEL, REPORT_S, ReplayIndex
+from replay.mesh import REPORT_S, ReplayIndex
 from replay.policies import POLICIES, ReplayPolicy
+from replay.routers import MODEL, ReplayPeer, connect, open_peer, worker_snapshot
 from replay.trace import TraceRequest
 from router_svc.core.booking import BookingKey
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.policy import Policy
-from router_svc.core.replication import DIGEST_S, Frame, OutboundSync, Replica
+from router_svc.core.replication import DIGEST_S, Frame, OutboundSync
 from router_svc.core.router import Router
 from router_svc.core.shortlist import CANDIDATES_MAX
 
@@ -75,31 +76,22 @@ class FleetOutcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
-    """A router. outbound: to the others of its cell, by number."""
-
-    number: int
-    router: Router
-    replica: Replica
-    session: int
-    rng: Random
-    outbound: dict[int, OutboundSync] = field(default_factory=dict)
-    streams: dict[int, int] = field(default_factory=dict)
-    is_flush_due: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Cell:
-    """first_worker: number of the first of its workers. reported: requests in progress, as the
-    choice of the cell knows them."""
+class Cell:
+    """Routers and workers of one mesh."""
 
     number: int
     first_worker: int
+    """Number of the first of its workers."""
+
     workers: list[FleetWorker]
     index: ReplayIndex
-    peers: list[_Peer]
+    peers: list[ReplayPeer]
     requests: int = 0
+    """In progress."""
+
     reported: int = 0
+    """Requests in progress at its last report."""
+
     ticks: int = 0
 
 
@@ -107,8 +99,8 @@ class _Cell:
 class _Active:
     outcome: FleetOutcome
     key: BookingKey
-    peer: _Peer
-    cell: _Cell
+    peer: ReplayPeer
+    cell: Cell
     worker: int
     """Number in its cell."""
 
@@ -132,6 +124,8 @@ class FleetMesh:
         size = settings.workers // settings.cells
         self.cells = [self._make_cell(number, size) for number in range(settings.cells)]
         self._active: dict[Prompt, _Active] = {}
+        # Numbers of the routers of which one is scheduled.
+        self._flushes: set[int] = set()
 
     def fill(self, worker: int, names: Sequence[int]) -> None:
         """Puts the blocks of a prompt into the cache of a worker and the index, before `run`."""
@@ -159,7 +153,7 @@ class FleetMesh:
 
     # What routers do, and what a network carries.
 
-    def decide(self, peer: _Peer, query: Query, key: BookingKey) -> DecisionRecord:
+    def decide(self, peer: ReplayPeer, query: Query, key: BookingKey) -> DecisionRecord:
         record = peer.router.admit(query, key, self.now, peer.rng, peer.session)
         assert isinstance(record, DecisionRecord), "there is no queue"
         return record
@@ -167,15 +161,15 @@ class FleetMesh:
     def make_frame(self, outbound: OutboundSync) -> Frame:
         return outbound.frame(self.now)
 
-    def apply_frame(self, sender: _Peer, receiver: _Peer, frame: Frame) -> None:
+    def apply_frame(self, sender: ReplayPeer, receiver: ReplayPeer, frame: Frame) -> None:
         stream = receiver.streams[sender.number]
         if receiver.replica.apply_frame(sender.number, stream, frame, self.now):
             sender.outbound[receiver.number].request_full_sync()
 
-    def apply_change(self, cell: _Cell, worker: int, change: CacheChange) -> None:
+    def apply_change(self, cell: Cell, worker: int, change: CacheChange) -> None:
         cell.index.update(worker, change.stored, change.evicted)
 
-    def apply_loads(self, cell: _Cell, loads: Sequence[tuple[int, Load]]) -> None:
+    def apply_loads(self, cell: Cell, loads: Sequence[tuple[int, Load]]) -> None:
         """loads: with the number of the worker."""
         for peer in cell.peers:
             report = peer.router.load_tracker.report
@@ -212,7 +206,7 @@ class FleetMesh:
         self._flush_soon(peer)
         return outcome
 
-    def _start(self, cell: _Cell, worker: int) -> None:
+    def _start(self, cell: Cell, worker: int) -> None:
         started = cell.workers[worker].start()
         if started is not None:
             prompt, seconds = started
@@ -245,7 +239,7 @@ class FleetMesh:
             cell.reported = cell.requests
         self._schedule(self.now + self.settings.cell_report_s, self._report_cells)
 
-    def _report_loads(self, cell: _Cell) -> None:
+    def _report_loads(self, cell: Cell) -> None:
         cell.ticks += 1
         # An idle worker repeats its load.
         beats = max(1, round(LOAD_HEARTBEAT_S / self.settings.report_s))
@@ -258,18 +252,18 @@ class FleetMesh:
         self._schedule(at_s, partial(self.apply_loads, cell, loads))
         self._schedule(self.now + self.settings.report_s, partial(self._report_loads, cell))
 
-    def _flush_soon(self, peer: _Peer) -> None:
-        if peer.outbound and not peer.is_flush_due:
-            peer.is_flush_due = True
+    def _flush_soon(self, peer: ReplayPeer) -> None:
+        if peer.outbound and peer.number not in self._flushes:
+            self._flushes.add(peer.number)
             self._schedule(self.now + self.settings.sync_batch_s, partial(self._flush, peer))
 
-    def _tick(self, cell: _Cell, peer: _Peer) -> None:
+    def _tick(self, cell: Cell, peer: ReplayPeer) -> None:
         self._flush(peer)
         self._schedule(self.now + DIGEST_S, partial(self._tick, cell, peer))
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: ReplayPeer) -> None:
         """Sends the unsent changes of a router, and digests that are due."""
-        peer.is_flush_due = False
+        self._flushes.discard(peer.number)
         peers = self.cells[peer.number // self.settings.routers].peers
         first = peers[0].number
         for receiver, outbound in peer.outbound.items():
@@ -289,30 +283,26 @@ class FleetMesh:
 
     # Parts.
 
-    def _cell_of(self, worker: int) -> tuple[_Cell, int]:
+    def _cell_of(self, worker: int) -> tuple[Cell, int]:
         size = len(self.cells[0].workers)
         return self.cells[worker // size], worker % size
 
-    def _make_cell(self, number: int, size: int) -> _Cell:
+    def _make_cell(self, number: int, size: int) -> Cell:
         settings = self.settings
-        cell = _Cell(
+        cell = Cell(
             number,
             number * size,
             [FleetWorker(settings.worker) for _ in range(size)],
             ReplayIndex(size, settings.candidates_max),
             [],
         )
-        snapshot = self._fleet(size)
+        snapshot = worker_snapshot(settings.worker, ["aggregated"] * size)
         for router in range(settings.routers):
             cell.peers.append(self._make_peer(cell, snapshot, number * settings.routers + router))
-        for receiver in cell.peers:
-            for sender in cell.peers:
-                if sender is not receiver:
-                    sender.outbound[receiver.number] = sender.replica.open_outbound()
-                    receiver.streams[sender.number] = receiver.replica.stream_opened(sender.number)
+        connect(cell.peers)
         return cell
 
-    def _make_peer(self, cell: _Cell, snapshot: Snapshot, number: int) -> _Peer:
+    def _make_peer(self, cell: Cell, snapshot: Snapshot, number: int) -> ReplayPeer:
         policy = self._policy
         router = Router(
             policy.make_selector({}),
@@ -322,23 +312,4 @@ class FleetMesh:
             policy=Policy(candidates_max=self.settings.candidates_max),
         )
         router.update(snapshot, 0.0)
-        session = router.load_tracker.open_session(number + 1, 1)
-        replica = Replica(router.load_tracker, overlaps=router.overlaps)
-        rng = Random(f"{self.settings.seed}:{number}")
-        return _Peer(number, router, replica, session, rng)
-
-    def _fleet(self, size: int) -> Snapshot:
-        worker = self.settings.worker
-        instances = [
-            Instance(
-                *(number + 1, "replay", "worker", f"worker-{number}", "127.0.0.1:1"),
-                model=MODEL,
-                block_size=worker.block_size,
-                total_kv_blocks=worker.total_blocks,
-                max_num_batched_tokens=worker.max_num_batched_tokens,
-                max_num_seqs=worker.max_num_seqs,
-                kv_index="events",
-            )
-            for number in range(size)
-        ]
-        return Snapshot(1, {instance.id: instance for instance in instances})
+        return open_peer(router, number, self.settings.seed)

@@ -417,7 +417,8 @@ class ServerEngine:
                 self._failure.set_result(WorkerLost(text, retryable=True))
 
     async def _poll(self, read: Callable[[], Awaitable[None]], interval_s: float) -> None:
-        """Reads again and again; while the server is gone the last values stay."""
+        """Reads again and again; after a failure the loads are those of an idle server until the
+        next read."""
         was_lost = False
         while True:
             await asyncio.sleep(interval_s)
