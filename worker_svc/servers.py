@@ -64,10 +64,10 @@ class _Member:
 
 @dataclass(eq=False)
 class _Server:
-    """One server. is_wanted: whether it is still configured. info: of its worker, once ready."""
+    """One server. is_desired: whether it is still configured. info: of its worker, once ready."""
 
     url: str
-    is_wanted: bool = True
+    is_desired: bool = True
     member: _Member | None = None
     info: ServiceInfo | None = None
     task: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class _Server:
 
     def stop(self, reason: str) -> None:
         """Drains its worker, which is not started again."""
-        self.is_wanted = False
+        self.is_desired = False
         self.changed.set()
         if self.member is not None and self.member.lifecycle is not None:
             self.member.lifecycle.drain(reason)
@@ -179,9 +179,9 @@ class ServersApp:
                 server.task = self._lifecycle.spawn(self._serve(server), name=name, essential=False)
 
     async def _serve(self, server: _Server) -> None:
-        """Runs the worker of one server, again and again until it is not wanted."""
+        """Runs the worker of one server, again and again until it is not desired."""
         backoff = Backoff(RESTART_PAUSE_MIN_S, RESTART_PAUSE_MAX_S, None)
-        while server.is_wanted:
+        while server.is_desired:
             try:
                 server.member = _Member(WorkerApp(self._config_of(server.url)))
             except (ConfigError, MeshError) as error:
@@ -197,7 +197,7 @@ class ServersApp:
                 on_ready=partial(self._on_ready, server, member, backoff),
             )
             server.info = None
-            if server.is_wanted:
+            if server.is_desired:
                 pause_s = backoff.next_s()
                 log.warning("worker_restarts", url=server.url, status=status, pause_s=pause_s)
                 with suppress(TimeoutError):

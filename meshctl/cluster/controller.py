@@ -1,4 +1,4 @@
-"""The controller of a mesh on a cluster: keeps the replicas as the deployment wants them."""
+"""The controller of a mesh on a cluster: keeps the replicas in their desired state."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from common.runtime.suggestion import suggest
 from meshctl.cluster.deployment import (
     Deployment,
     decode_deployment,
+    desired_member,
     encode_deployment,
-    wanted_member,
 )
 from meshctl.cluster.recommended import Recommendation, follow
 from meshctl.cluster.reconcile import Plan, Policy, Reconciler
-from meshctl.cluster.state import Action, Forget, Needs, Node, Observed, Phase, Start, Stop, Wanted
+from meshctl.cluster.state import Action, Desired, Forget, Needs, Node, Observed, Phase, Start, Stop
 from meshctl.services import ServiceSpec, check_counts, worker_groups
 
 LOG = structlog.get_logger(__name__)
@@ -99,7 +99,7 @@ class Controller:
         self._specs: dict[str, ServiceSpec] = {}
         self._counts: Mapping[str, int] = {}
         self._follows_routers = False
-        self._wanted: list[Wanted] = []
+        self._desired: list[Desired] = []
         self._observed: Sequence[Observed] = ()
         self._nodes: Sequence[Node] = ()
         self._plan = Plan()
@@ -217,9 +217,9 @@ class Controller:
                 for replica in sorted(self._observed, key=lambda r: (r.rank, r.member, r.number))
             ],
             "missing": {
-                wanted.name: waiting.get(wanted.name, "starts")
-                for wanted in self._wanted
-                if wanted.name not in observed
+                desired.name: waiting.get(desired.name, "starts")
+                for desired in self._desired
+                if desired.name not in observed
             },
         }
 
@@ -234,7 +234,7 @@ class Controller:
         if raw and self._deployment is None:
             deployment = decode_deployment(raw)
             self._use(deployment, deployment.specs())
-            LOG.info("controller_restored", members=len(self._wanted))
+            LOG.info("controller_restored", members=len(self._desired))
 
     async def _set(self, deployment: Deployment) -> None:
         """Raises RunnerError, or MeshFileError for a deployment that cannot be read; then nothing
@@ -245,7 +245,7 @@ class Controller:
         self._wake.set()
 
     def _use(self, deployment: Deployment, specs: dict[str, ServiceSpec]) -> None:
-        self._wanted = [wanted_member(spec, deployment) for spec in specs.values()]
+        self._desired = [desired_member(spec, deployment) for spec in specs.values()]
         self._deployment, self._specs = deployment, specs
         self._counts = deployment.group_counts()
         self._follows_routers = deployment.follows_routers()
@@ -267,7 +267,7 @@ class Controller:
         self._observed = await self._runner.replicas()
         # A request may change the deployment while a replica is being started.
         deployment, specs = self._deployment or deployment, self._specs
-        plan = self._reconciler.step(self._wanted, self._observed, self._nodes, self._clock())
+        plan = self._reconciler.step(self._desired, self._observed, self._nodes, self._clock())
         self._plan = plan
         results = await asyncio.gather(
             *(self._act(action, specs, deployment) for action in plan.actions),
@@ -286,8 +286,8 @@ class Controller:
     ) -> None:
         match action:
             case Start():
-                LOG.info("replica_starting", member=action.wanted.name, node=action.node.address)
-                await self._runner.start(action, specs[action.wanted.name], deployment)
+                LOG.info("replica_starting", member=action.desired.name, node=action.node.address)
+                await self._runner.start(action, specs[action.desired.name], deployment)
             case Stop():
                 LOG.info("replica_stopping", replica=action.replica.id, reason=action.reason)
                 await self._runner.stop(action.replica)
@@ -297,7 +297,7 @@ class Controller:
 
     async def _request_nodes(self, plan: Plan) -> None:
         """Asks for nodes while members have none, and takes the request back afterwards."""
-        needs = [wanted.needs for wanted in self._wanted] if plan.unplaced else []
+        needs = [desired.needs for desired in self._desired] if plan.unplaced else []
         if needs != (self._requested or []):
             await self._runner.request_nodes(needs)
         self._requested = needs
@@ -341,22 +341,22 @@ class Controller:
         return self._deployment is not None and not (self._is_settled() or self._is_stopped())
 
     def _is_settled(self) -> bool:
-        """Whether each wanted member has one routable replica with its settings, and no other
+        """Whether each desired member has one routable replica with its settings, and no other
         replica is there."""
         by_member: dict[str, list[Observed]] = {}
         for replica in self._observed:
             by_member.setdefault(replica.member, []).append(replica)
         draining = {node.id for node in self._nodes if node.is_draining}
         return (
-            bool(self._wanted)
-            and len(by_member) == len(self._wanted)
+            bool(self._desired)
+            and len(by_member) == len(self._desired)
             and all(
-                len(found := by_member.get(wanted.name, [])) == 1
+                len(found := by_member.get(desired.name, [])) == 1
                 and found[0].phase is Phase.ROUTABLE
-                and found[0].digest == wanted.digest
+                and found[0].digest == desired.digest
                 and found[0].node_id not in draining
                 and not found[0].is_unreachable
-                for wanted in self._wanted
+                for desired in self._desired
             )
         )
 

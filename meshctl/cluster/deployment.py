@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from common.runtime.config import PREFIX, ServiceConfig, read_config
-from meshctl.cluster.state import CPU, GPU, Needs, Wanted
+from meshctl.cluster.state import CPU, GPU, Desired, Needs
 from meshctl.mesh_file.schema import MeshFile
 from meshctl.options import UpOptions
 from meshctl.process.rollout import fixed_port
@@ -63,7 +63,7 @@ class Deployment:
         return {spec.name: spec for spec in specs if spec.name not in self.drained}
 
     def group_counts(self) -> dict[str, int]:
-        """Returns the wanted number of members of each group."""
+        """Returns the desired number of members of each group."""
         return group_counts(self.read_options(), self.read_mesh(), self.counts)
 
     def follows_routers(self) -> bool:
@@ -120,9 +120,9 @@ def new_deployment(
     )
 
 
-def wanted_member(spec: ServiceSpec, deployment: Deployment) -> Wanted:
+def desired_member(spec: ServiceSpec, deployment: Deployment) -> Desired:
     """Returns what a service needs of a cluster."""
-    return Wanted(
+    return Desired(
         spec.name,
         spec.group,
         spec.role,

@@ -203,7 +203,7 @@ class RayRunner:
     async def start(self, start: Start, spec: ServiceSpec, deployment: Deployment) -> None:
         known = await self._find_replicas()
         observed = observed_start(start)
-        amounts = dict(start.wanted.needs.amounts)
+        amounts = dict(start.desired.needs.amounts)
         self._deployment = deployment
         with _as_runner_error(f"{observed.id} was not started"):
             actor: Any = ray.remote(ReplicaActor)

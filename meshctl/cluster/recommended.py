@@ -25,7 +25,7 @@ def follow(
     """Returns the new numbers of the groups that follow the routers and whose number changes.
 
     - recommendations: of each router; the greatest counts. A pool without one keeps its number.
-    - present: the wanted numbers by group.
+    - present: the desired numbers by group.
     """
     greatest: dict[tuple[str, str], int] = {}
     for one in recommendations:

@@ -1,6 +1,6 @@
-"""What a cluster needs next, from what is wanted and what runs (pure).
+"""What a cluster needs next, from what is desired and what runs (pure).
 
-Level-triggered: each step compares the present replicas with the wanted members, so a controller
+Level-triggered: each step compares the present replicas with the desired members, so a controller
 that starts again goes on where the one before ended. Only pauses after failures, and nodes that
 were lost, are remembered.
 """
@@ -14,6 +14,7 @@ from common.service.restarts import RestartPolicy, Restarts
 from meshctl.cluster.placement import choose_node
 from meshctl.cluster.state import (
     Action,
+    Desired,
     Forget,
     Needs,
     Node,
@@ -21,7 +22,6 @@ from meshctl.cluster.state import (
     Phase,
     Start,
     Stop,
-    Wanted,
 )
 
 _RESTARTS = RestartPolicy(initial_pause_s=1.0, max_pause_s=60.0)
@@ -66,7 +66,7 @@ class Reconciler:
 
     def step(
         self,
-        wanted: Sequence[Wanted],
+        desired: Sequence[Desired],
         replicas: Iterable[Observed],
         nodes: Sequence[Node],
         now: float,
@@ -76,7 +76,7 @@ class Reconciler:
         nodes: the live ones. now: seconds of a monotonic clock.
         """
         self._suspects = {node: until for node, until in self._suspects.items() if until > now}
-        step = _Step(self, wanted, {node.id: node for node in nodes}, now)
+        step = _Step(self, desired, {node.id: node for node in nodes}, now)
         for replica in sorted(replicas, key=lambda r: (r.member, r.number)):
             number = max(self._numbers.get(replica.member, 0), replica.number)
             self._numbers[replica.member] = number
@@ -148,12 +148,12 @@ class _Step:
     def __init__(
         self,
         reconciler: Reconciler,
-        wanted: Sequence[Wanted],
+        desired: Sequence[Desired],
         nodes: Mapping[str, Node],
         now: float,
     ) -> None:
         self._reconciler = reconciler
-        self._wanted = wanted
+        self._desired = desired
         self.nodes = nodes
         self._now = now
         self.present: list[Observed] = []
@@ -161,16 +161,16 @@ class _Step:
 
     def run(self) -> None:
         self._stop_surplus()
-        for wanted in self._wanted:
-            live = self._live(wanted.name)
+        for desired in self._desired:
+            live = self._live(desired.name)
             if not live:
-                self._start(wanted)
+                self._start(desired)
             else:
-                self._keep(wanted, live)
+                self._keep(desired, live)
         self._replace_outdated()
 
     def _stop_surplus(self) -> None:
-        names = {wanted.name for wanted in self._wanted}
+        names = {desired.name for desired in self._desired}
         surplus = [replica for replica in self.present if replica.member not in names]
         if not names and surplus:
             # The whole mesh ends: what sends work before what receives it.
@@ -178,9 +178,9 @@ class _Step:
             surplus = [replica for replica in surplus if replica.rank == first]
         for replica in surplus:
             if replica.is_live:
-                self._stop(replica, "not wanted any more")
+                self._stop(replica, "not desired any more")
 
-    def _keep(self, wanted: Wanted, live: Sequence[Observed]) -> None:
+    def _keep(self, desired: Desired, live: Sequence[Observed]) -> None:
         newest, silent_s = live[-1], self._reconciler.policy.silent_s
         if newest.phase is Phase.ROUTABLE and not newest.is_unreachable:
             for older in live[:-1]:
@@ -192,7 +192,7 @@ class _Step:
                     self._stop(older, f"{newest.id} is routable")
             live = live[-1:]
         if newest.silent_s >= silent_s and not self._are_most_silent():
-            self._start(wanted)
+            self._start(desired)
             return
         for replica in live:
             node = self.nodes[replica.node_id]
@@ -200,7 +200,7 @@ class _Step:
                 continue
             if replica is newest:
                 # Its successor is routable before it ends, if there is time.
-                self._start(wanted)
+                self._start(desired)
             ends_at = node.drained_at
             limit_s = replica.stop_s + self._reconciler.policy.drain_margin_s
             if ends_at is not None and self._now >= ends_at - limit_s:
@@ -213,53 +213,53 @@ class _Step:
     def _replace_outdated(self) -> None:
         """Replaces members whose settings have changed, one at a time; those that serve nothing at
         once."""
-        outdated: list[tuple[Wanted, Observed]] = []
+        outdated: list[tuple[Desired, Observed]] = []
         unsettled: list[str] = []
-        for wanted in self._wanted:
-            replicas = [replica for replica in self.present if replica.member == wanted.name]
+        for desired in self._desired:
+            replicas = [replica for replica in self.present if replica.member == desired.name]
             live = [replica for replica in replicas if replica.is_live]
-            if live and live[-1].digest != wanted.digest and not self._is_serving(live[-1]):
+            if live and live[-1].digest != desired.digest and not self._is_serving(live[-1]):
                 self._stop(live[-1], "its settings have changed")
-                unsettled.append(wanted.name)
+                unsettled.append(desired.name)
             elif len(replicas) != 1 or not self._is_serving(replicas[0]):
-                unsettled.append(wanted.name)
-            elif replicas[0].digest != wanted.digest:
-                outdated.append((wanted, replicas[0]))
+                unsettled.append(desired.name)
+            elif replicas[0].digest != desired.digest:
+                outdated.append((desired, replicas[0]))
         if not outdated:
             if not unsettled:
                 self._spread()
             return
-        wanted, replica = min(outdated, key=lambda pair: (-pair[0].rank, pair[0].name))
+        desired, replica = min(outdated, key=lambda pair: (-pair[0].rank, pair[0].name))
         if unsettled:
-            self.plan.waiting[wanted.name] = f"is replaced after {', '.join(unsettled[:3])}"
+            self.plan.waiting[desired.name] = f"is replaced after {', '.join(unsettled[:3])}"
             return
-        self._replace(wanted, replica)
+        self._replace(desired, replica)
 
     def _spread(self) -> None:
         """Moves a member of a role of which all members are on one node, as after the loss of the
         other nodes: another node would otherwise take nothing when it comes back."""
-        for wanted in reversed(self._wanted):
-            of_role = [r for r in self.present if r.role == wanted.role]
+        for desired in reversed(self._desired):
+            of_role = [r for r in self.present if r.role == desired.role]
             occupied = {replica.node_id for replica in of_role}
-            if len(of_role) < 2 or len(occupied) > 1 or wanted.needs.pairs_by:
+            if len(of_role) < 2 or len(occupied) > 1 or desired.needs.pairs_by:
                 continue
             others = [node for node in self.nodes.values() if node.id not in occupied]
-            node = choose_node(wanted, others, self.present, self._reconciler.suspects)
+            node = choose_node(desired, others, self.present, self._reconciler.suspects)
             if isinstance(node, Node) and node.id not in self._reconciler.suspects:
-                self._start_on(wanted, node)
+                self._start_on(desired, node)
                 return
 
-    def _replace(self, wanted: Wanted, replica: Observed) -> None:
+    def _replace(self, desired: Desired, replica: Observed) -> None:
         has_peers = any(
-            other.role == wanted.role and other.member != wanted.name and self._is_serving(other)
+            other.role == desired.role and other.member != desired.name and self._is_serving(other)
             for other in self.present
         )
-        if has_peers and not wanted.is_surge:
+        if has_peers and not desired.is_surge:
             self._stop(replica, "its settings have changed")
         elif (
-            not self._start(wanted)
+            not self._start(desired)
             and has_peers
-            and not self._reconciler.retry_in(wanted.name, self._now)
+            and not self._reconciler.retry_in(desired.name, self._now)
         ):
             # No node has room for both.
             self._stop(replica, "its settings have changed")
@@ -268,25 +268,25 @@ class _Step:
         is_routable = replica.phase is Phase.ROUTABLE and not replica.is_unreachable
         return is_routable and not self.nodes[replica.node_id].is_draining
 
-    def _start(self, wanted: Wanted) -> bool:
+    def _start(self, desired: Desired) -> bool:
         """Starts a replica if a node fits and no pause after a failure is over."""
         reconciler = self._reconciler
-        if pause_s := reconciler.retry_in(wanted.name, self._now):
-            self.plan.waiting[wanted.name] = f"failed; starts again in {pause_s:.0f} s"
+        if pause_s := reconciler.retry_in(desired.name, self._now):
+            self.plan.waiting[desired.name] = f"failed; starts again in {pause_s:.0f} s"
             return False
         unreachable = {r.node_id for r in self.present if r.is_unreachable}
         node = choose_node(
-            wanted, self.nodes.values(), self.present, {*reconciler.suspects, *unreachable}
+            desired, self.nodes.values(), self.present, {*reconciler.suspects, *unreachable}
         )
         if isinstance(node, str):
-            self.plan.waiting[wanted.name] = node
-            self.plan.unplaced.append(wanted.needs)
+            self.plan.waiting[desired.name] = node
+            self.plan.unplaced.append(desired.needs)
             return False
-        self._start_on(wanted, node)
+        self._start_on(desired, node)
         return True
 
-    def _start_on(self, wanted: Wanted, node: Node) -> None:
-        start = Start(wanted, node, self._reconciler.next_number(wanted.name))
+    def _start_on(self, desired: Desired, node: Node) -> None:
+        start = Start(desired, node, self._reconciler.next_number(desired.name))
         self.plan.actions.append(start)
         self.present.append(observed_start(start))
 
@@ -306,16 +306,16 @@ def replica_id(member: str, number: int) -> str:
 
 def observed_start(start: Start) -> Observed:
     """Returns a replica that has just been started."""
-    wanted = start.wanted
+    desired = start.desired
     return Observed(
-        id=replica_id(wanted.name, start.number),
-        member=wanted.name,
+        id=replica_id(desired.name, start.number),
+        member=desired.name,
         number=start.number,
-        group=wanted.group,
-        role=wanted.role,
-        rank=wanted.rank,
-        stop_s=wanted.stop_s,
-        digest=wanted.digest,
+        group=desired.group,
+        role=desired.role,
+        rank=desired.rank,
+        stop_s=desired.stop_s,
+        digest=desired.digest,
         node_id=start.node.id,
-        needs=wanted.needs,
+        needs=desired.needs,
     )

@@ -1,4 +1,4 @@
-"""What the controller of a cluster wants and observes (pure)."""
+"""The desired and the observed state of a cluster (pure)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Desired:
     """A member that shall run."""
 
     name: str
@@ -114,7 +114,7 @@ class Observed:
 class Start:
     """Start a replica of a member on a node."""
 
-    wanted: Wanted
+    desired: Desired
     node: Node
     number: int
 

@@ -103,7 +103,7 @@ class Cluster:
 
     def pids(self, address: str = "") -> list[int]:
         """Returns the live processes of a node, or of all nodes."""
-        wanted = f"{NODE_VARIABLE}={self._mark}/{address}".encode()
+        desired = f"{NODE_VARIABLE}={self._mark}/{address}".encode()
         parents: dict[int, int] = {}
         found: set[int] = set()
         for folder in Path("/proc").iterdir():
@@ -117,7 +117,7 @@ class Cluster:
                 parents[pid] = int(stat[1])
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 if any(
-                    text == wanted or (not address and text.startswith(wanted))
+                    text == desired or (not address and text.startswith(desired))
                     for text in variables
                 ):
                     found.add(pid)

@@ -11,7 +11,7 @@ from meshctl.cluster.controller import Controller, RunnerError
 from meshctl.cluster.deployment import Deployment, new_deployment
 from meshctl.cluster.recommended import Recommendation
 from meshctl.cluster.reconcile import observed_start
-from meshctl.cluster.state import CPU, Needs, Node, Observed, Phase, Start, Wanted
+from meshctl.cluster.state import CPU, Desired, Needs, Node, Observed, Phase, Start
 from meshctl.mesh_file.document import read_document
 from meshctl.mesh_file.load import LoadedMesh
 from meshctl.mesh_file.schema import MeshFile, parse_mesh_file
@@ -27,10 +27,10 @@ def node(number: int, cpus: float = 8.0, **labels: str) -> Node:
     return Node(f"n{number}", f"10.0.0.{number}", {CPU: cpus}, labels)
 
 
-def wanted(name: str, role: str = "worker", *, cpus: float = 1.0, digest: str = "a") -> Wanted:
+def desired(name: str, role: str = "worker", *, cpus: float = 1.0, digest: str = "a") -> Desired:
     ranks = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
     group = name.rpartition("-")[0]
-    return Wanted(
+    return Desired(
         name,
         group,
         role,
@@ -42,7 +42,7 @@ def wanted(name: str, role: str = "worker", *, cpus: float = 1.0, digest: str = 
     )
 
 
-def replica(of: Wanted, on: Node, number: int = 1, phase: Phase = Phase.ROUTABLE) -> Observed:
+def replica(of: Desired, on: Node, number: int = 1, phase: Phase = Phase.ROUTABLE) -> Observed:
     return replace(observed_start(Start(of, on, number)), phase=phase, pid=100 + number)
 
 
@@ -106,7 +106,7 @@ class FakeCluster:
     async def start(self, start: Start, spec: ServiceSpec, deployment: Deployment) -> None:
         observed = observed_start(start)
         assert observed.id not in self.replicas_by_id
-        assert spec.name == start.wanted.name
+        assert spec.name == start.desired.name
         if self.fails(spec.name):
             observed = replace(observed, phase=Phase.FAILED, detail="no such model")
         self.replicas_by_id[observed.id] = FakeReplica(observed, self.now())

@@ -14,13 +14,13 @@ from common.runtime.config import ServiceConfig, read_config
 from meshctl.cluster.deployment import (
     Deployment,
     decode_deployment,
+    desired_member,
     encode_deployment,
     new_deployment,
     spec_on_node,
-    wanted_member,
 )
 from meshctl.cluster.recommended import Recommendation, follow
-from meshctl.cluster.state import CPU, GPU, Needs, Wanted
+from meshctl.cluster.state import CPU, GPU, Desired, Needs
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.options import UpOptions
 from meshctl.services import ServiceSpec, check_counts
@@ -42,16 +42,16 @@ workers:
 """
 
 
-def wanted_of(found: Deployment) -> dict[str, Wanted]:
-    return {name: wanted_member(spec, found) for name, spec in found.specs().items()}
+def desired_of(found: Deployment) -> dict[str, Desired]:
+    return {name: desired_member(spec, found) for name, spec in found.specs().items()}
 
 
 def flags(spec: ServiceSpec) -> dict[str, str]:
     return dict(pairwise(spec.args))
 
 
-def test_each_member_of_the_file_is_wanted_with_its_resources() -> None:
-    found = wanted_of(deployment(TEXT))
+def test_each_member_of_the_file_is_desired_with_its_resources() -> None:
+    found = desired_of(deployment(TEXT))
     assert list(found) == [
         *("frontend-0", "router-0", "router-1", "indexer-0"),
         *("big-0", "big-1", "fill-0", "tokens-0"),
@@ -111,7 +111,7 @@ def test_what_the_controller_stores_describes_the_same_mesh() -> None:
     found = deployment(TEXT, drain_s=7.0).scaled({"big": 5})
     again = decode_deployment(encode_deployment(found))
     assert again.specs() == found.specs()
-    assert wanted_of(again) == wanted_of(found)
+    assert desired_of(again) == desired_of(found)
     assert again.group_counts()["big"] == 5
 
 
@@ -128,14 +128,14 @@ def test_secrets_are_stored_as_the_operator_gave_them(tmp_path: Path) -> None:
 
 
 def test_a_member_is_replaced_when_its_settings_change_and_when_it_is_asked_for() -> None:
-    before = wanted_of(deployment(TEXT))
-    changed = wanted_of(deployment(f"{TEXT}indexers: {{settings: {{budget_mb: 64}}}}\n"))
+    before = desired_of(deployment(TEXT))
+    changed = desired_of(deployment(f"{TEXT}indexers: {{settings: {{budget_mb: 64}}}}\n"))
     differing = {name for name in before if before[name].digest != changed[name].digest}
     assert differing == {"indexer-0"}
-    asked = wanted_of(replace(deployment(TEXT), restarts={"router-1": 1}))
+    asked = desired_of(replace(deployment(TEXT), restarts={"router-1": 1}))
     assert {n for n in before if before[n].digest != asked[n].digest} == {"router-1"}
     # The name of the command's file is no setting of a service.
-    other = wanted_of(deployment(TEXT, file=Path("other.yaml"), log_dir=Path("elsewhere")))
+    other = desired_of(deployment(TEXT, file=Path("other.yaml"), log_dir=Path("elsewhere")))
     assert other == before
 
 
@@ -148,7 +148,7 @@ def test_a_new_file_sets_the_counts_again_except_of_groups_that_follow_the_route
     assert new.restarts == {"a-0": 1}
 
 
-def test_a_drained_member_is_not_wanted_until_its_group_is_scaled() -> None:
+def test_a_drained_member_is_not_desired_until_its_group_is_scaled() -> None:
     drained = replace(deployment(TEXT), drained=["big-1", "router-1"])
     assert "big-1" not in drained.specs()
     scaled = drained.scaled({"big": 3})
@@ -156,7 +156,7 @@ def test_a_drained_member_is_not_wanted_until_its_group_is_scaled() -> None:
     assert "router-1" not in scaled.specs()
 
 
-def test_a_mesh_that_stops_wants_no_member() -> None:
+def test_a_mesh_that_stops_has_no_desired_member() -> None:
     assert replace(deployment(TEXT), is_stopping=True).specs() == {}
 
 

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 
 from meshctl.cluster.reconcile import Plan, Policy, Reconciler
-from meshctl.cluster.state import Action, Forget, Node, Observed, Phase, Start, Stop, Wanted
-from tests.kit.cluster import STOP_S, node, replica, wanted
+from meshctl.cluster.state import Action, Desired, Forget, Node, Observed, Phase, Start, Stop
+from tests.kit.cluster import STOP_S, desired, node, replica
 
 NODES = [node(1), node(2), node(3)]
-WORKERS = [wanted("worker-0"), wanted("worker-1")]
+WORKERS = [desired("worker-0"), desired("worker-1")]
 
 
 def step(
-    of: Sequence[Wanted],
+    of: Sequence[Desired],
     present: Sequence[Observed],
     nodes: Sequence[Node] = NODES,
     now: float = 0.0,
@@ -30,7 +30,7 @@ def texts(actions: Sequence[Action]) -> list[str]:
     for action in actions:
         match action:
             case Start():
-                found.append(f"start {action.wanted.name}.{action.number} on {action.node.id}")
+                found.append(f"start {action.desired.name}.{action.number} on {action.node.id}")
             case Stop():
                 found.append(f"stop {action.replica.id}")
             case Forget():
@@ -191,7 +191,7 @@ class TestReplacement:
 
     def test_a_frontend_is_replaced_old_first_if_only_its_own_node_has_room(self) -> None:
         pair = [
-            replace(wanted(f"frontend-{i}", "frontend", cpus=8), has_fixed_port=True)
+            replace(desired(f"frontend-{i}", "frontend", cpus=8), has_fixed_port=True)
             for i in range(2)
         ]
         present = [replica(one, NODES[i]) for i, one in enumerate(pair)]
@@ -201,13 +201,13 @@ class TestReplacement:
 
     def test_receivers_are_replaced_before_senders(self) -> None:
         names = ("router", "worker", "frontend", "indexer")
-        old = [wanted(f"{name}-{i}", name) for name in names for i in range(2)]
+        old = [desired(f"{name}-{i}", name) for name in names for i in range(2)]
         present = [replica(one, NODES[i % 3]) for i, one in enumerate(old)]
         new = [replace(one, digest="b") for one in old]
         assert texts(step(new, present).actions) == ["stop indexer-0.1"]
 
     def test_no_further_member_is_replaced_while_one_is_not_routable(self) -> None:
-        third = wanted("worker-2")
+        third = desired("worker-2")
         present = [*self.PRESENT, replica(third, NODES[2], 1, Phase.READY)]
         plan = step([*self.NEW, third], present)
         assert plan.actions == []
@@ -249,7 +249,7 @@ class TestSpread:
 
 def test_a_whole_mesh_ends_senders_before_receivers() -> None:
     names = ("indexer", "worker", "router", "frontend")
-    present = [replica(wanted(f"{name}-0", name), NODES[0]) for name in names]
+    present = [replica(desired(f"{name}-0", name), NODES[0]) for name in names]
     order = []
     # Ends: each round ends a replica.
     while present:
