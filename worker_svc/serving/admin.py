@@ -86,11 +86,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with self._lock:
             if self._runner.is_draining:
                 return
-            await self._membership.deregister()
+            left = asyncio.ensure_future(self._membership.deregister())
             try:
+                await asyncio.shield(left)
                 # Until then peers may send requests.
                 await asyncio.gather(asyncio.sleep(self._notice_s), self._membership.left(math.inf))
             finally:
+                await left  # also if the time to wait has passed: that does not undo the drain
                 self._runner.is_draining = True
 
     async def Resume(
