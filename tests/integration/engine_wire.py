@@ -34,8 +34,8 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sglang.kv_events import TOPIC, KvEventEndpoints, KvEventReader
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
+from worker_svc.kv_events.zmq_reader import TOPIC, KvEventEndpoints, KvEventReader
 
 BLOCK = 4
 EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)

@@ -21,7 +21,7 @@ from tests.integration.engine_process import EngineProcess
 from tests.integration.engine_wire import BLOCK, WiredMesh, names_of, partition_of, wired_mesh
 from tests.kit.waiting import WAIT_S, until
 from worker_svc.app import WorkerApp
-from worker_svc.engines.sglang.kv_events import KvEventEndpoints
+from worker_svc.kv_events.zmq_reader import KvEventEndpoints
 
 # Time from the moment the loop runs again until the indexer's claims are right.
 RECOVERY_S = 2.0

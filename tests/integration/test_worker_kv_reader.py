@@ -19,17 +19,9 @@ from common.kv.events import Source
 from common.kv.hashing import PrefixHasher
 from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
 from tests.kit.waiting import WAIT_S, until
-from worker_svc.engines.sglang import kv_events as sglang_events
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.engine import SglangEngine
-from worker_svc.engines.sglang.kv_events import (
-    BUFFERED_BATCHES,
-    SOCKET_QUEUE_MIN,
-    TOPIC,
-    YIELD_INTERVAL_S,
-    KvEventEndpoints,
-    KvEventReader,
-)
+from worker_svc.kv_events import zmq_reader
 from worker_svc.kv_events.event_log import PublishedSource
 from worker_svc.kv_events.external_events import (
     DuplicatePolicy,
@@ -39,6 +31,14 @@ from worker_svc.kv_events.external_events import (
     PagesStored,
 )
 from worker_svc.kv_events.normalizer import Normalizer
+from worker_svc.kv_events.zmq_reader import (
+    BUFFERED_BATCHES,
+    SOCKET_QUEUE_MIN,
+    TOPIC,
+    YIELD_INTERVAL_S,
+    KvEventEndpoints,
+    KvEventReader,
+)
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
 
@@ -115,7 +115,7 @@ async def test_batches_dropped_from_a_long_replay_are_requested_again(
     drops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if drops == "end":  # detected only by silence
-        monkeypatch.setattr(sglang_events, "REPLAY_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(zmq_reader, "REPLAY_TIMEOUT_S", 0.2)
     wire, sink = DroppingWire(drops), RecordingSink()
     sent_hashes = await kept(wire, 3 * SOCKET_QUEUE_MIN)
     async with reading(wire, sink) as reader:
@@ -192,7 +192,7 @@ async def test_an_event_of_very_many_pages_yields_to_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt of 131,072 tokens in pages of one blocked the loop for a third of a second."""
-    monkeypatch.setattr(sglang_events, "PAGES_PER_PART_MAX", 10)
+    monkeypatch.setattr(zmq_reader, "PAGES_PER_PART_MAX", 10)
     wire, sink = EngineWire(), Slow()
     async with reading(wire, sink):
         await wire.publish(removed(*range(95)), removed(*range(100, 105)))
@@ -206,7 +206,7 @@ async def test_batches_that_are_known_already_yield_to_the_loop_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a replay, thousands of batches may wait that arrived over the live socket meanwhile."""
-    monkeypatch.setattr(sglang_events, "YIELD_INTERVAL_S", -1.0)
+    monkeypatch.setattr(zmq_reader, "YIELD_INTERVAL_S", -1.0)
     reader = KvEventReader(0, KvEventEndpoints(1, None), RecordingSink())
     turns = 0
 
@@ -247,7 +247,7 @@ async def test_a_split_event_is_equivalent_to_the_whole_event(
                 name for part in self.feed.event_log.snapshot() for name in part.hashes.tolist()
             }
 
-    monkeypatch.setattr(sglang_events, "PAGES_PER_PART_MAX", 7)
+    monkeypatch.setattr(zmq_reader, "PAGES_PER_PART_MAX", 7)
     wire, keeps = EngineWire(), Keeps()
     tokens = list(range(BLOCK * 50))
     names = HASHER.prefix_hashes(tokens).tolist()
@@ -265,7 +265,7 @@ async def test_a_split_event_is_equivalent_to_the_whole_event(
 async def test_a_reader_that_fails_reports_a_loss_and_starts_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sglang_events, "IDLE_S", 0.05)
+    monkeypatch.setattr(zmq_reader, "IDLE_S", 0.05)
     wire, sink = EngineWire(), RecordingSink()
     sink.fails_at = 1
     async with reading(wire, sink):

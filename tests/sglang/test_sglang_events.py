@@ -25,7 +25,7 @@ from worker_svc.kv_events.normalizer import Normalizer
 
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
-    from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
+    from worker_svc.kv_events.zmq_reader import KvEventEndpoints, KvEventReader
 
 BLOCK = 16
 
@@ -304,7 +304,7 @@ class RecordingSink:
 
 @asynccontextmanager
 async def lossy() -> AsyncIterator[tuple[LossyPublisher, RecordingSink, KvEventReader]]:
-    from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
+    from worker_svc.kv_events.zmq_reader import KvEventEndpoints, KvEventReader
 
     port = free_ports(2)
     endpoints = KvEventEndpoints(port, port + 1)

@@ -59,7 +59,7 @@ from worker_svc.engines.openai.vllm_api import VllmApi
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 if TYPE_CHECKING:
-    from worker_svc.engines.sglang.kv_events import KvEventEndpoints
+    from worker_svc.kv_events.zmq_reader import KvEventEndpoints
 
 LOAD_INTERVAL_S: Final = 0.25
 # Between two looks at the models and adapters of the server.
@@ -176,7 +176,7 @@ class ServerEngine:
 
     def _resolve_endpoints(self, addresses: KvAddresses) -> None:
         # Imported here: a server without KV events needs no ZeroMQ.
-        from worker_svc.engines.sglang.kv_events import KvEventEndpoints
+        from worker_svc.kv_events.zmq_reader import KvEventEndpoints
 
         try:
             self._endpoints = KvEventEndpoints.of_addresses(addresses.events, addresses.replay)
@@ -364,7 +364,7 @@ class ServerEngine:
         """Reports all changes of the server's cache, beginning with the present content."""
         if self._endpoints is None:
             return
-        from worker_svc.engines.sglang.kv_events import KvEventReader
+        from worker_svc.kv_events.zmq_reader import KvEventReader
 
         for rank in range(self._facts.properties.dp_size):
             self._spawn(KvEventReader(rank, self._endpoints, sink).run(), f"kv events {rank}")

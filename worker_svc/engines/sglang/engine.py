@@ -1,8 +1,8 @@
 """The SGLang adapter (SGLang 0.5.23).
 
 `sglang.Engine` runs its schedulers in separate processes; its tokenizer manager, which talks to
-them, runs here in our event loop. `sampling.py` translates requests, `kv_events.py` reads KV
-events. Facts about SGLang that shape this file:
+them, runs here in our event loop. `sampling.py` translates requests, `kv_events/zmq_reader.py`
+reads KV events. Facts about SGLang that shape this file:
 
 - Its signal handlers would take SIGTERM from our lifecycle. On SIGQUIT, which a dying scheduler
   sends, they kill the process tree. Therefore the tokenizer manager's loop is started here without
@@ -65,7 +65,6 @@ from worker_svc.engines.sglang import admin
 from worker_svc.engines.sglang.advertised import build_engine_config, read_properties
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.embedding import embed
-from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.launch import (
     Launched,
     kill_children,
@@ -96,6 +95,7 @@ from worker_svc.engines.sglang.server_args import (
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
+from worker_svc.kv_events.zmq_reader import KvEventEndpoints, KvEventReader
 
 LOAD_INTERVAL_S: Final = 0.1
 WARM_UP_TIMEOUT_S: Final = 120.0
@@ -385,7 +385,10 @@ class SglangEngine:
             return
         for rank in range(self._properties.dp_size):
             reader = KvEventReader(
-                rank, self._endpoints, sink, self._image_words if self._properties.images else None
+                rank,
+                self._endpoints,
+                sink,
+                self._image_words.replace if self._properties.images else None,
             )
             task = asyncio.create_task(reader.run(), name=f"sglang kv events {rank}")
             task.add_done_callback(self._on_task_done)

@@ -20,9 +20,9 @@ import structlog
 from common.errors import Unavailable
 from common.runtime.free_ports import free_ports
 from worker_svc.engines.sglang.config import SglangConfig
-from worker_svc.engines.sglang.kv_events import KvEventEndpoints
 from worker_svc.engines.sglang.sampling import MinTokens
 from worker_svc.engines.sglang.server_args import server_arguments
+from worker_svc.kv_events.zmq_reader import KvEventEndpoints
 
 # Bytes of each weight file, at its start and its end, that enter the model checksum.
 _SAMPLED_BYTES: Final = 1 << 16

@@ -12,7 +12,6 @@ import pytest
 from common.errors import InvalidRequest, MeshError, Unsupported
 from common.request.media import MediaHashes, MediaInput, content_hash, with_media
 from common.request.preprocessed import MediaUrl, PreprocessedRequest, TokenIds
-from worker_svc.engines.sglang.kv_events import parse_events
 from worker_svc.engines.sglang.media import (
     IDENTIFIERS_MAX,
     ImageModel,
@@ -21,6 +20,7 @@ from worker_svc.engines.sglang.media import (
     read_images,
 )
 from worker_svc.kv_events.external_events import PagesStored
+from worker_svc.kv_events.zmq_reader import parse_events
 
 START, END, PLACEHOLDER = 90, 91, 92
 MODEL = ImageModel(MediaInput(PLACEHOLDER, 6, 8, 1 << 20), START, END, {})
@@ -105,7 +105,7 @@ def test_events_have_the_routing_tokens_of_an_image() -> None:
     words = ImageWords()
     words.add(b"cat", identifiers)
     sequence = [1, START, *identifiers, *identifiers[:2], END]
-    (event,) = parse_events([stored(sequence)], 0, words)
+    (event,) = parse_events([stored(sequence)], 0, words.replace)
     assert isinstance(event, PagesStored)
     routed = with_media(
         TokenIds.of([1, *IMAGE]), [MediaHashes(MODEL.input, [content_hash(b"cat")])]
@@ -119,6 +119,6 @@ def test_pages_of_unknown_images_are_not_indexed() -> None:
     for image in range(IDENTIFIERS_MAX // 4 + 1):
         words.add(b"%d" % image, [(1 << 40) + 4 * image + one for one in range(4)])
     for identifier, salt in ((1 << 40, None), ((1 << 40) + 4, ""), ((1 << 61), None)):
-        (event,) = parse_events([stored([1, identifier])], 0, words)
+        (event,) = parse_events([stored([1, identifier])], 0, words.replace)
         assert isinstance(event, PagesStored)
         assert event.salt == salt

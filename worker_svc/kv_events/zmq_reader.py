@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,6 @@ from zmq.utils.monitor import parse_monitor_message
 from common.kv.events import Tier
 from common.streams.backoff import Backoff
 from common.streams.peer import keep_connected
-from worker_svc.engines.sglang.media import ImageWords
 from worker_svc.kv_events.external_events import (
     ExternalEvent,
     KvEventSink,
@@ -54,6 +53,9 @@ from worker_svc.kv_events.external_events import (
     split_event,
 )
 
+# Replaces an engine's identifiers of images among token ids by the tokens of the mesh; None if one
+# is unknown.
+ToWords = Callable[[Sequence[int]], list[int] | None]
 TOPIC: Final = "kv-events"
 # Batches that SGLang keeps for replay, and limit of the receive queue; a replay returns the rest.
 BUFFERED_BATCHES: Final = 10_000
@@ -202,7 +204,7 @@ class KvEventReader:
         rank: int,
         endpoints: KvEventEndpoints,
         sink: KvEventSink,
-        images: ImageWords | None = None,
+        to_words: ToWords | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._rank = rank
@@ -210,7 +212,7 @@ class KvEventReader:
         self._replay_endpoint = endpoints.replay_address(rank)
         self._topic = endpoints.topic.encode()
         self._sink = sink
-        self._images = images
+        self._to_words = to_words
         self._next_seq = 0
         # The last accepted batch; identifies the engine.
         self._last_payload = b""
@@ -355,7 +357,7 @@ class KvEventReader:
         self._next_seq, self._last_payload = seq + 1, payload
         self.counts["batches"] += 1
         try:
-            events = list(parse_events(self._decode(payload)[1], self._rank, self._images))
+            events = list(parse_events(self._decode(payload)[1], self._rank, self._to_words))
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.counts["malformed"] += 1
             self._report_loss(f"batch {seq} is malformed: {error!r}")
@@ -373,9 +375,9 @@ class KvEventReader:
 
 # Any: unpacked events of an engine.
 def parse_events(
-    events: Sequence[Any], rank: int, images: ImageWords | None = None
+    events: Sequence[Any], rank: int, to_words: ToWords | None = None
 ) -> Iterator[ExternalEvent]:
-    """Yields the events of a batch. images: of the engine; None if it takes none.
+    """Yields the events of a batch. to_words: None if the engine takes no images.
 
     Raises LookupError, TypeError or ValueError if malformed.
     """
@@ -388,7 +390,7 @@ def parse_events(
         match event["type"]:
             case "BlockStored":
                 token_ids = event["token_ids"]
-                words = token_ids if images is None else images.replace(token_ids)
+                words = token_ids if to_words is None else to_words(token_ids)
                 yield PagesStored(
                     _hashes(event["block_hashes"]),
                     _hash(event["parent_block_hash"]),
