@@ -101,6 +101,33 @@ def find_a_request_its_waterfall_and_why_its_worker(visit: Visit) -> None:
         no_faults(visitor)
 
 
+def find_a_request_that_is_not_sampled(visit: Visit) -> None:
+    """Its timing and the reasons for its workers are shown, from the record of its frontend."""
+    id_ = f"unsampled-{uuid.uuid4()}"
+    traceparent = f"00-{uuid.uuid4().hex}-00f067aa0ba902b7-00"
+    status, _ = visit.mesh.chat(
+        "Explain the record of a request. " * 30,
+        max_tokens=32,
+        request_id=id_,
+        traceparent=traceparent,
+    )
+    assert status == 200
+    with visit.chromium.visitor(visit.mesh.url) as visitor:
+        visitor.log_in(visit.mesh.operator_key)
+        page = visitor.page
+        visitor.open("/requests", "Requests")
+        _find_request(page, id_)
+        page.get_by_role("heading", level=1, name="Request").wait_for()
+        expect(page.get_by_text("This request was not sampled", exact=False)).to_be_visible()
+        chart = page.locator("section[aria-label=Waterfall] svg")
+        expect(chart.get_by_text("prefill", exact=False).first).to_be_visible()
+        why = page.locator("section[aria-label='Why this worker']")
+        expect(why.get_by_text(re.compile(r"Prefill: candidates")).first).to_be_visible()
+        assert why.locator("tr.kv-chosen").count() >= 2
+        visitor.shoot(visit.shot("request-unsampled-light"))
+        no_faults(visitor)
+
+
 def _find_request(page: Page, id_: str) -> None:
     """Searches until the console has the request."""
     found = re.compile(r"/requests/.+")
@@ -284,6 +311,7 @@ def change_the_theme_and_sign_out(visit: Visit) -> None:
 JOURNEYS = (
     every_page_in_light_and_dark,
     find_a_request_its_waterfall_and_why_its_worker,
+    find_a_request_that_is_not_sampled,
     watch_a_worker_die_and_return,
     revoke_a_key,
     log_in_and_navigate_with_the_keyboard,

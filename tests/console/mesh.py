@@ -98,6 +98,8 @@ class ConsoleMesh:
             "KVMESH_CONSOLE_LOGIN_PATH": str(folder / "console"),
             "KVMESH_CONSOLE_INTERVAL_S": "1",
             "KVMESH_TRACE_SAMPLE_RATIO": "1",
+            # A journey sends a request that is not sampled.
+            "KVMESH_FRONTEND_TRUST_TRACEPARENT": "on",
         }
         self.keys = {tenant: self.create_key(tenant) for tenant in TENANTS}
         self.operator_key = self.create_key("operators", "admin,infer,explain,routing")
@@ -154,7 +156,13 @@ class ConsoleMesh:
         wait_for("the mesh and its console serve", is_ready, START_S)
 
     def chat(
-        self, content: str, *, key: str = "", max_tokens: int = 24, request_id: str = ""
+        self,
+        content: str,
+        *,
+        key: str = "",
+        max_tokens: int = 24,
+        request_id: str = "",
+        traceparent: str = "",
     ) -> tuple[int, dict[str, Any]]:
         """Returns the status and the body of a chat that is not streamed."""
         body = {
@@ -166,6 +174,7 @@ class ConsoleMesh:
             "content-type": "application/json",
             "authorization": f"Bearer {key or self.keys['acme']}",
             **({"x-request-id": request_id} if request_id else {}),
+            **({"traceparent": traceparent} if traceparent else {}),
         }
         request = urllib.request.Request(
             f"{self.api}/v1/chat/completions", json.dumps(body).encode(), headers
