@@ -15,6 +15,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from common.access.caller import ANONYMOUS, Caller
 from common.access.key_file import KeyFile
 from common.errors import MeshError, Unavailable
 from common.registry.instances import (
@@ -38,6 +39,9 @@ from common.trials.trials import Trials
 from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
 from frontend_svc.acknowledgement import Acknowledgement
+from frontend_svc.batches import lines
+from frontend_svc.batches.client import BatchClient
+from frontend_svc.batches.lines import LINE_PATHS, BatchLineServicer
 from frontend_svc.canaries.monitor import CanaryMonitor
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
@@ -92,7 +96,7 @@ INHERITED_START_S = 20.0
 # For the records of the last requests to be written.
 RECORDS_CLOSE_TIMEOUT_S = 5.0
 ADMIN_CONNECTIONS_MAX = 64
-GRPC_SERVICES = (stored.SERVICE_NAME, recent_requests.SERVICE_NAME)
+GRPC_SERVICES = (stored.SERVICE_NAME, recent_requests.SERVICE_NAME, lines.SERVICE_NAME)
 
 
 class FrontendApp(ServiceApp[FrontendConfig]):
@@ -139,6 +143,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self.gateway = self._open_gateway(self._engines)
         self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
         self._stored_responses = self._make_response_store()
+        self._batches = BatchClient(self._members, self._security)
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
         loop = asyncio.get_running_loop()
@@ -279,6 +284,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         config = self._config
         dependencies = self._api_dependencies(metrics)
         entries = routes(config.metrics_path)
+        line_api = dispatcher((e for e in entries if e.path in LINE_PATHS), dependencies)
         admin = None
         if config.metrics_port is not None:
             admin_api = dispatcher((entry for entry in entries if entry.is_admin), dependencies)
@@ -291,11 +297,16 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 self._certificates or self._security.files,
             )
         served: AsgiApp = dispatcher(entries, dependencies)
+        find_caller = _anonymous
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
+            find_caller = keys.find_id
             quotas = TenantQuotas(self._members)
             served = with_keys(served, keys, quotas)
+        frontend_pb2_grpc.add_BatchLineServiceServicer_to_server(
+            BatchLineServicer(line_api, find_caller), self._server
+        )
         server = HttpServer(
             with_browser_policy(served, config),
             lambda: lifecycle.is_draining,
@@ -323,6 +334,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             _unchanged if siblings is None else siblings.combine,
             partial(_encode, metrics) if siblings is None else siblings.encode,
             self._members,
+            self._batches,
         )
 
     def _instance(self) -> Instance:
@@ -364,6 +376,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
     async def close(self) -> None:
         if self._siblings is not None:
             await self._siblings.close()
+        await self._batches.close()
         await super().close()
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._usage.store.close, RECORDS_CLOSE_TIMEOUT_S)
@@ -468,6 +481,11 @@ def _encode(metrics: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Returns metrics as text, and its media type, by an Accept header."""
     encode, media_type = choose_encoder(accept)
     return encode(metrics), media_type
+
+
+def _anonymous(tenant: str, key_id: str) -> Caller:
+    """Returns the client of every line of a frontend without keys."""
+    return ANONYMOUS
 
 
 async def _unchanged(own: Readiness) -> Readiness:

@@ -29,6 +29,7 @@ COMMANDS = {
     "explain": "show why a router chose the worker of a request",
     "trace": "show where the time of a request went",
     "requests": "show the last requests of all frontends",
+    "batches": "show batches and their progress",
     "logs": "show the logs of the services of `up`",
     "doctor": "find what is wrong with a mesh and this host, and what to do",
     "restart": "replace members of `meshctl up`, one at a time, under load",

@@ -98,6 +98,9 @@ class UpOptions(ServiceConfig):
     """Number of frontends."""
     indexers: NonNegativeInt = 1
     """Number of indexers. 0: routers only use their own decisions."""
+    batches: NonNegativeInt = 0
+    """Number of batch services, which serve /v1/files and /v1/batches. Further ones take over if
+    the first one ends."""
     consoles: Annotated[int, Field(ge=0, le=1)] = 0
     """1: also start a console, to which the services export their spans. It needs more packages:
     pip install 'kvmesh[console]'; make run installs them."""

@@ -34,7 +34,7 @@ CLUSTER_NOTICE_S = 2.0
 STOP_MARGIN_S = 10.0
 
 # A service that sends work stops before the service that receives it: lower ranks first.
-_DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3, "console": 4}
+_DRAIN_RANK = {"batch": 0, "frontend": 1, "router": 2, "worker": 3, "indexer": 4, "console": 5}
 _NO_FILE = MeshFile()
 NO_RESOURCES = Resources()
 # Most members of a group.
@@ -129,6 +129,8 @@ def build_service_specs(
             _build_spec(options, "worker", i, flags, mesh, group=group, number=number)
             for i in range(counts.get(group.member_name, group.count))
         ]
+    batches = counts.get("batch", options.batches)
+    specs += [_build_spec(options, "batch", i, (), mesh) for i in range(batches)]
     if options.consoles:
         ports = ["--http-port", str(options.console_port)]
         ports += ["--otlp-port", str(options.console_otlp_port)]
@@ -192,6 +194,7 @@ def group_counts(
         "frontend": options.frontends,
         "router": options.routers,
         "indexer": options.indexers,
+        "batch": options.batches,
         **{group.member_name: group.count for group in worker_groups(options, mesh)},
     }
     return {name: counts.get(name, count) for name, count in found.items()}
@@ -301,9 +304,15 @@ def _section(kind: str, mesh: MeshFile) -> ServiceSection:
         "frontend": mesh.frontends,
         "router": mesh.routers,
         "indexer": mesh.indexers,
+        "batch": mesh.batches,
         "console": mesh.consoles,
     }
     return sections[kind]
+
+
+def section_key(kind: str) -> str:
+    """Returns the key of a service in a mesh file."""
+    return "batches" if kind == "batch" else f"{kind}s"
 
 
 def _variables(
@@ -315,12 +324,12 @@ def _variables(
     variables.add((), mesh, prefix)
     if group is None:
         section = _section(kind, mesh)
-        variables.add((f"{kind}s",), section, prefix)
+        variables.add((section_key(kind),), section, prefix)
         if (
             isinstance(section, FrontendSection | ConsoleSection)
             and "http_host" in section.model_fields_set
         ):
-            variables.put(f"{prefix}HTTP_HOST", section.http_host, (f"{kind}s", "http_host"))
+            variables.put(f"{prefix}HTTP_HOST", section.http_host, (section_key(kind), "http_host"))
         return variables
     path: KeyPath = ("workers", number)
     layers: list[tuple[KeyPath, WorkerOverride]] = [(path, group)]

@@ -21,7 +21,12 @@ from common.scaling.pool import ScalingSettings
 from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
-from router_svc.core.eligibility import BusyLimits, LoraResidency
+from router_svc.core.eligibility import (
+    DEFAULT_BACKGROUND,
+    BackgroundLimits,
+    BusyLimits,
+    LoraResidency,
+)
 from router_svc.core.load_tracker import BOOKING_EXPIRY_S
 from router_svc.core.overlap import IndexSettings, derive_index_settings
 from router_svc.core.pairing import (
@@ -205,6 +210,13 @@ class RouterConfig(ServiceConfig):
     refused."""
     queue_wait_max_s: PositiveFloat = NO_QUEUE.wait_max_s
     """Longest time in the queue in seconds; then the request is refused."""
+    background_prefill_share: NonNegativeFloat = DEFAULT_BACKGROUND.prefill_share
+    """Background requests, such as lines of batches, go to a worker only while it has at most so
+    many of its batches of prompt tokens to compute. Raise it for more throughput of batches; lower
+    it for less TTFT of the others."""
+    background_load_share: Share = DEFAULT_BACKGROUND.load_share
+    """Background requests go to a worker only while fewer than this share of its sequences run, and
+    of its KV blocks are in use. The rest is free for the others at once."""
     active_decode_blocks_threshold: Share | None = None
     """Workers that use more than this share of their KV blocks receive no request. Set it if
     engines preempt when full."""
@@ -288,6 +300,10 @@ class RouterConfig(ServiceConfig):
                 active_decode_blocks=self.active_decode_blocks_threshold,
                 active_prefill_tokens=self.active_prefill_tokens_threshold,
                 active_prefill_tokens_frac=self.active_prefill_tokens_threshold_frac,
+            ),
+            background=BackgroundLimits(
+                prefill_share=self.background_prefill_share,
+                load_share=self.background_load_share,
             ),
         )
 

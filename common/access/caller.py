@@ -81,6 +81,13 @@ class KeyTable:
             raise Unauthenticated("the request has several API keys", reason="SEVERAL_API_KEYS")
         return self.find(hash_of(credentials.pop()), now_s)
 
+    def find_id(self, tenant: str, key_id: str, now_s: float) -> Caller:
+        """Returns the client with the key of this tenant and id. Raises Unauthenticated."""
+        for digest, (caller, _) in self.callers.items():
+            if (caller.tenant, caller.key_id) == (tenant, key_id):
+                return self.find(digest, now_s)
+        raise Unauthenticated("the API key is not valid any more", reason="INVALID_API_KEY")
+
     def find(self, sha256: str, now_s: float) -> Caller:
         """Returns the client with the key that has this hash. Raises Unauthenticated."""
         found = self.callers.get(sha256)

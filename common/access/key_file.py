@@ -52,6 +52,10 @@ class KeyFile:
         """Returns the client with the key of this hash. Raises Unauthenticated."""
         return self._table.find(sha256, time.time())
 
+    def find_id(self, tenant: str, key_id: str) -> Caller:
+        """Returns the client with the key of this tenant and id. Raises Unauthenticated."""
+        return self._table.find_id(tenant, key_id, time.time())
+
     async def follow(self) -> None:
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)

@@ -25,7 +25,7 @@ from common.errors import InvalidRequest
 from common.instance_ids import INSTANCE_ID_LIMIT, MEMBER_IDS
 from common.namespace import check_namespace
 
-Service = Literal["frontend", "router", "indexer", "worker"]
+Service = Literal["frontend", "router", "indexer", "worker", "batch"]
 Role = Literal["aggregated", "prefill", "decode"]
 KvIndex = Literal["events", "approx", "none"]
 

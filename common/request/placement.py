@@ -74,6 +74,10 @@ class Query:
     tenant_weight: float = 1.0
     """Above 0."""
 
+    is_background: bool = False
+    """It runs on idle capacity only: below every level of `strict_priority`, and not before a rank
+    has room (`router_svc/core/eligibility.py`)."""
+
 
 @dataclass(slots=True)
 class Decision:

@@ -17,6 +17,7 @@ _INDEXER: Final = "/kvmesh.indexer.v1.IndexerService/"
 _ROUTER: Final = "/kvmesh.router.v1.RouterService/"
 # By the package of a method.
 _SERVER: Final = (
+    ("/kvmesh.batch.", "batch"),
     ("/kvmesh.engine.", "worker"),
     ("/kvmesh.frontend.", "frontend"),
     ("/kvmesh.indexer.", "indexer"),
@@ -34,6 +35,14 @@ _CALLER: Final[Mapping[str, str]] = {
     f"{_INDEXER}Publish": "worker",
     f"{_INDEXER}Subscribe": "router",
     f"{_ROUTER}Session": "frontend",
+    **{
+        f"/kvmesh.batch.v1.BatchService/{name}": "frontend"
+        for name in (
+            *("UploadFile", "GetFile", "ListFiles", "DeleteFile", "ReadFile"),
+            *("CreateBatch", "GetBatch", "CancelBatch", "ListBatches"),
+        )
+    },
+    "/kvmesh.frontend.v1.BatchLineService/RunLine": "batch",
     f"{_ROUTER}Sync": "router",
     "/kvmesh.frontend.v1.ResponseStoreService/GetResponse": "frontend",
     "/kvmesh.frontend.v1.ResponseStoreService/DeleteResponse": "frontend",

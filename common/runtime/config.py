@@ -49,7 +49,7 @@ from common.runtime.otlp import (
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 from common.runtime.suggestion import suggest
 
-SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "CONSOLE")
+SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "BATCH", "CONSOLE")
 PREFIX = "KVMESH_"
 # Of variables, in the order of `suggest`.
 _BEGINNINGS = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX)
@@ -118,7 +118,7 @@ OtlpUrls = Annotated[
 ]
 OtlpHeaders = Annotated[tuple[Header, ...], BeforeValidator(parse_headers)]
 Descriptors = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_split)]  # From text: 3,4,...
-MemberRole = Literal["frontend", "router", "indexer", "aggregated", "prefill", "decode"]
+MemberRole = Literal["frontend", "router", "indexer", "batch", "aggregated", "prefill", "decode"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -192,8 +192,8 @@ class ServiceConfig(BaseModel):
     """Name expected in peers' certificates, if they do not contain the peers' addresses."""
     tls_role_domain: str | None = None
     """Binds roles to certificates: the DNS name frontend.DOMAIN, router.DOMAIN, indexer.DOMAIN,
-    worker.DOMAIN or, for tools, operator.DOMAIN. Unset: any certificate of the CA may be any
-    service."""
+    worker.DOMAIN, batch.DOMAIN or, for tools, operator.DOMAIN. Unset: any certificate of the CA
+    may be any service."""
     insecure: bool = False
     """Allow an open bind without token or mutual TLS. For closed test networks."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -226,7 +226,7 @@ class ServiceConfig(BaseModel):
     without it, and ends without it."""
     required_roles: Annotated[tuple[MemberRole, ...], BeforeValidator(_split)] = ()
     """Roles of which a member must be live before peers send work to this process: frontend,
-    router, indexer, aggregated, prefill, decode. Others may have no member."""
+    router, indexer, batch, aggregated, prefill, decode. Others may have no member."""
     ready_fd: NonNegativeInt | None = None
     """File descriptor that receives one JSON line when ready or when the start has failed. Set by
     launchers."""

@@ -19,7 +19,7 @@ EVENTS_MAX: Final = 500
 # More members are not shown.
 MEMBERS_MAX: Final = 10_000
 
-_SERVICES: Final = ("frontend", "router", "indexer", "worker")
+_SERVICES: Final = ("frontend", "router", "indexer", "batch", "worker")
 _ROLES: Final = ("aggregated", "prefill", "decode")
 
 

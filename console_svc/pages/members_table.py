@@ -13,7 +13,7 @@ from console_svc.pages.table import Table
 from console_svc.state.members import Event, Member
 
 _MEMBER_ROWS = 25
-_SERVICES = ("frontend", "router", "indexer", "worker")
+_SERVICES = ("frontend", "router", "indexer", "batch", "worker")
 
 
 def member_href(name: str) -> str:

@@ -14,6 +14,8 @@ from frontend_svc.edge.asgi import AsgiApp, Receive, Scope, Send
 _KEYS = "kvmesh.api_keys"
 # Key of the TenantQuotas, beside it.
 _QUOTAS = "kvmesh.quotas"
+# Key of the Caller of a request that no client sends; absent: the headers have the key.
+CALLER = "kvmesh.caller"
 
 
 def with_keys(api: AsgiApp, keys: KeyFile, quotas: TenantQuotas) -> AsgiApp:
@@ -31,10 +33,13 @@ def with_keys(api: AsgiApp, keys: KeyFile, quotas: TenantQuotas) -> AsgiApp:
 def admit(scope: Scope, needed: Permission | None) -> Caller:
     """Returns the client of a request. needed: what its key must permit; None: any key will do.
     Raises Unauthenticated and PermissionDenied."""
-    keys: KeyFile | None = scope["state"].get(_KEYS)
-    if keys is None:
-        return ANONYMOUS
-    caller = keys.identify(scope["headers"])
+    state = scope["state"]
+    keys: KeyFile | None = state.get(_KEYS)
+    caller: Caller | None = state.get(CALLER)
+    if caller is None:
+        if keys is None:
+            return ANONYMOUS
+        caller = keys.identify(scope["headers"])
     if needed is not None:
         caller.require(needed)
     return caller

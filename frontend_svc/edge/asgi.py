@@ -16,6 +16,8 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 # Key of the ClientConnection in the state of a scope.
 CONNECTION = "kvmesh.connection"
+# Key in the state of a scope that is there if the request runs on idle capacity only.
+BACKGROUND = "kvmesh.background"
 SEND_BYTES = 256 << 10
 JSON_HEADER = (b"content-type", b"application/json")
 # The last two keep caches and proxies from buffering events.

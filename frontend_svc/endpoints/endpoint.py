@@ -33,6 +33,7 @@ from common.request.preprocessed import (
 from frontend_svc.access.keys import admit, quota_of
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import (
+    BACKGROUND,
     CONNECTION,
     Receive,
     Scope,
@@ -52,7 +53,7 @@ from frontend_svc.errors import (
     error_type,
     refusal_code,
 )
-from frontend_svc.metrics.families import DeploymentState, RequestMeter
+from frontend_svc.metrics.families import BATCH_ENDPOINT, DeploymentState, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
@@ -67,6 +68,8 @@ from frontend_svc.usage.ledger import UsageLedger
 
 # Of `requests_max`: at most so many requests wait for a configured model that is not served.
 WAITING_SHARE_MAX = 0.25
+# In the queues of engines: behind every priority that clients may send.
+BACKGROUND_PRIORITY = -(2**31)
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
 
@@ -163,6 +166,7 @@ class PostEndpoint(ABC, Generic[P]):
             send=send,
             connection=scope["state"][CONNECTION],
             progress=progress,
+            is_background=BACKGROUND in scope["state"],
         )
 
     async def _begin(self, context: HttpRequest, receive: Receive) -> tuple[P, RequestMeter]:
@@ -180,7 +184,8 @@ class PostEndpoint(ABC, Generic[P]):
             parsed = progress.body
             name = named_model(progress.raw) if parsed is None else parsed.model
             is_stream = parsed is not None and parsed.is_stream
-            label, trace_id = self.route.label, context.span.trace_id
+            label = BATCH_ENDPOINT if context.is_background else self.route.label
+            trace_id = context.span.trace_id
             meter = progress.meter = self._state.begin(name, label, is_stream, trace_id)
         return body, meter
 
@@ -250,7 +255,7 @@ class PostEndpoint(ABC, Generic[P]):
             accept_timeout_s=self._config.accept_timeout_s,
             traceparent=context.span.traceparent,
             trace_id=context.span.trace_id,
-            priority=request.routing.priority if request.routing is not None else None,
+            priority=_engine_priority(context, request),
         )
 
     def make_placement(
@@ -277,6 +282,7 @@ class PostEndpoint(ABC, Generic[P]):
             strict_priority=strict_priority(nvext),
             tenant=context.caller.tenant,
             tenant_weight=context.caller.limits.weight,
+            is_background=context.is_background,
         )
         arrived_at, traceparent = asyncio.get_running_loop().time(), context.span.traceparent
         return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
@@ -330,3 +336,10 @@ class PostEndpoint(ABC, Generic[P]):
         response = self.route.errors.http_error(error, client_id, context.names)
         progress.status, progress.response_json = response.status, response.body
         await send_error(context.send, response, context.own_headers)
+
+
+def _engine_priority(context: HttpRequest, request: PreprocessedRequest) -> int | None:
+    """Returns the place of a request in the queue of its engine; None: the usual one."""
+    if context.is_background:
+        return BACKGROUND_PRIORITY
+    return request.routing.priority if request.routing is not None else None

@@ -138,6 +138,9 @@ class HttpRequest:
     connection: ClientConnection
     progress: Progress
 
+    is_background: bool = False
+    """Whether it runs on idle capacity only, as the lines of batches do."""
+
     @property
     def own_headers(self) -> Headers:
         """Headers of every response: the ids of the request, what is left of its quota, and which

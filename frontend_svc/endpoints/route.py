@@ -48,6 +48,9 @@ class Operation:
     query: type[BaseModel] | None = None
     """Model of the query parameters."""
 
+    body_type: str = "application/json"
+    """Media type of the request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

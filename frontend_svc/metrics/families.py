@@ -281,6 +281,10 @@ class CanaryMetrics:
         _register(registry, self.collectors)
 
 
+# Requests on idle capacity, whose waits are no measure of the mesh.
+BATCH_ENDPOINT = "batch"
+
+
 class RequestMeter(_Closing):
     """Counts one request in both families, from construction to `close`. Close it where the request
     is owned; see InflightGuard. `now` arguments are seconds of the clock of the
@@ -295,6 +299,7 @@ class RequestMeter(_Closing):
         self._clock = clock
         self._trace_id = trace_id
         self._model = frontend.model(guard.model)
+        self._is_timed = guard.endpoint != BATCH_ENDPOINT
         self._error_type = ErrorType.INTERNAL
         self._is_closed = False
         self._last_s = guard.timer
@@ -316,9 +321,11 @@ class RequestMeter(_Closing):
         gap_s = now - self._last_s
         self._last_s = now
         if self._output_tokens:
-            self._model.itl.observe(gap_s / count, count)
+            if self._is_timed:
+                self._model.itl.observe(gap_s / count, count)
         else:
-            self._model.ttft.observe_traced(gap_s, self._trace_id)
+            if self._is_timed:
+                self._model.ttft.observe_traced(gap_s, self._trace_id)
             self._model.queued.dec()
         self._output_tokens += count
 
@@ -350,7 +357,8 @@ class RequestMeter(_Closing):
             model.output_total.inc(self._output_tokens)
         else:
             model.queued.dec()
-        model.duration.observe_traced(self._clock() - guard.timer, self._trace_id)
+        if self._is_timed:
+            model.duration.observe_traced(self._clock() - guard.timer, self._trace_id)
         labels, frontend = (guard.model, guard.endpoint), self._frontend
         if guard.status is Status.SUCCESS:
             self._error_type = ErrorType.NONE

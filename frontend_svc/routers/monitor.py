@@ -6,6 +6,8 @@ after each restart. A router that does not know a model that this frontend sees 
 responsive to that query: the frontend repeats the query, then leaves for another router.
 
 A query that no router responds to for UNROUTED_AFTER_S is overdue: the frontend places it itself.
+A background query is never overdue, and no sign of a router that does not respond: it waits there
+for idle capacity.
 """
 
 from __future__ import annotations
@@ -66,6 +68,14 @@ class PendingPlacement:
     def sent_at(self) -> RunningTime:
         return max(self.since, self.requery_at or self.since)
 
+    @property
+    def is_background(self) -> bool:
+        return self.request.query.is_background
+
+    def may_wait(self, now: RunningTime) -> bool:
+        """Returns whether a router that responds may leave it open."""
+        return self.is_background or self.is_reported_unknown(now)
+
     def is_reported_unknown(self, now: RunningTime) -> bool:
         """Returns whether the router reports it unknown. A repeated query without an immediate
         reply is queued, so its model is known."""
@@ -110,7 +120,7 @@ class RouterMonitor:
         """
         if self._queue_wait_s is None or not self.is_connected:
             return
-        oldest = next((p for p in pending if not p.is_reported_unknown(now)), None)
+        oldest = next((p for p in pending if not p.may_wait(now)), None)
         if oldest is None:
             return
         open_s = now.since(max(oldest.sent_at, self._session_opened_at))
@@ -140,6 +150,8 @@ class RouterMonitor:
         is_settling = self.is_connected and now.since(self._session_opened_at) < SESSION_SETTLE_S
         found = []
         for query_id, placement in pending.items():
+            if placement.is_background:
+                continue
             is_unknown = placement.is_reported_unknown(now)
             since = max(placement.sent_at, self._last_responsive_at)
             if is_unknown and placement.unknown_since is not None:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from common.trials.fair_trials import FairTrials
 from common.trials.trials import Trials
+from frontend_svc.batches.client import BatchClient
+from frontend_svc.batches.handlers import BatchHandlers
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import CompletionApi, GenerationApi
@@ -44,6 +46,7 @@ class ApiDependencies:
         combine: Callable[[Readiness], Awaitable[Readiness]],
         encode_metrics: EncodeMetrics,
         members: Members,
+        batches: BatchClient,
     ) -> None:
         """
         - stored: None: no responses are stored.
@@ -66,6 +69,7 @@ class ApiDependencies:
         self.models = ModelHandlers(endpoints.models, readiness)
         self.usage = UsageHandlers(endpoints.usage.store, time.time)
         self.targets = TargetsHandler(members)
+        self.batches = BatchHandlers(batches)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

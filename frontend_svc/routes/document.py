@@ -74,7 +74,7 @@ def _operation(route: Route, path: str, body_schemas: Sequence[Json]) -> dict[st
         body: dict[str, Any] = {"schema": schema}
         if operation.example is not None:
             body["example"] = operation.example
-        document["requestBody"] = {"required": True, "content": {JSON: body}}
+        document["requestBody"] = {"required": True, "content": {operation.body_type: body}}
     return document
 
 

@@ -12,6 +12,7 @@ from common.usage import USAGE_PATH
 from frontend_svc.anthropic.endpoint import CountTokensEndpoint, MessagesApi
 from frontend_svc.anthropic.errors import MESSAGES_ERRORS
 from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
+from frontend_svc.batches.schema import BatchesQuery, BatchRequest, FilesQuery, UploadFields
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.embeddings.body import EmbeddingRequest
 from frontend_svc.embeddings.endpoint import EmbeddingEndpoint
@@ -257,6 +258,91 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         handler=_plain(lambda dependencies: dependencies.stored_responses.list_items),
         permission=Permission.INFER,
         operation=Operation(summary="Lists the input of a stored response", query=ItemsQuery),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/files",
+        handler=_plain(lambda dependencies: dependencies.batches.upload_file),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Stores a file for a batch",
+            bodies=(UploadFields,),
+            body_type="multipart/form-data",
+            result="the file",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/files",
+        handler=_plain(lambda dependencies: dependencies.batches.list_files),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Lists the files of the tenant", query=FilesQuery, result="a page of files"
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/files/{id}",
+        handler=_plain(lambda dependencies: dependencies.batches.get_file),
+        permission=Permission.INFER,
+        operation=Operation(summary="Describes a file"),
+    ),
+    RouteEntry(
+        method="DELETE",
+        path="/v1/files/{id}",
+        handler=_plain(lambda dependencies: dependencies.batches.delete_file),
+        permission=Permission.INFER,
+        operation=Operation(summary="Deletes a file"),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/files/{id}/content",
+        handler=_plain(lambda dependencies: dependencies.batches.read_file),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Returns the content of a file", media_type="application/octet-stream"
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/batches",
+        handler=_plain(lambda dependencies: dependencies.batches.create_batch),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Begins a batch: runs the lines of a file on idle capacity",
+            bodies=(BatchRequest,),
+            example={
+                "input_file_id": "file-0",
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            },
+            result="the batch",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/batches",
+        handler=_plain(lambda dependencies: dependencies.batches.list_batches),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Lists the batches of the tenant",
+            query=BatchesQuery,
+            result="a page of batches",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/batches/{id}",
+        handler=_plain(lambda dependencies: dependencies.batches.get_batch),
+        permission=Permission.INFER,
+        operation=Operation(summary="Describes a batch: its state and progress"),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/batches/{id}/cancel",
+        handler=_plain(lambda dependencies: dependencies.batches.cancel_batch),
+        permission=Permission.INFER,
+        operation=Operation(summary="Ends a batch; lines that have a result keep it"),
     ),
     RouteEntry(
         method="POST",

@@ -43,7 +43,7 @@ EXIT_UNREACHABLE = 2
 UNAUTHENTICATED = "unauthenticated"
 
 # The order in which `meshctl up` starts and shows them.
-_SERVICES = ("frontend", "router", "indexer", "worker")
+_SERVICES = ("frontend", "router", "indexer", "batch", "worker")
 _ROLES = ("aggregated", "prefill", "decode")
 
 

@@ -24,7 +24,7 @@ from meshctl.mesh_file.settings import find_setting_problems, with_variables
 FILE_BYTES_MAX = 1 << 20
 _VARIABLE = re.compile(rf"{PREFIX}(?:(?:{'|'.join(SERVICES)})_)?([A-Z0-9_]+)")
 # Keys of sections with the flag for their count.
-_COUNTS = ("frontends", "routers", "indexers", "consoles")
+_COUNTS = ("frontends", "routers", "indexers", "batches", "consoles")
 _CERTIFICATE = ("tls_cert_path", "tls_key_path")
 
 
@@ -75,7 +75,10 @@ class LoadedMesh:
     def _own(self, values: Mapping[str, str]) -> dict[str, str]:
         """Returns variables with the certificate of a service, if one has its own."""
         mesh = self.mesh
-        for section in (mesh.frontends, mesh.routers, mesh.indexers, *mesh.workers):
+        for section in (
+            *(mesh.frontends, mesh.routers, mesh.indexers, mesh.batches),
+            *mesh.workers,
+        ):
             found = {_variable(name): section.settings.get(name, "") for name in _CERTIFICATE}
             if all(found.values()):
                 return {**values, **found}

@@ -119,6 +119,12 @@ class IndexerSection(ReplicatedSection):
     count: NonNegativeInt = 1
 
 
+class BatchSection(ReplicatedSection):
+    """Batch services, which share one database."""
+
+    count: NonNegativeInt = 0
+
+
 class FrontendSection(ReplicatedSection):
     """Frontends."""
 
@@ -202,6 +208,7 @@ class MeshFile(_Section):
     frontends: FrontendSection = FrontendSection()
     routers: RouterSection = RouterSection()
     indexers: IndexerSection = IndexerSection()
+    batches: BatchSection = BatchSection()
     consoles: ConsoleSection = ConsoleSection()
     workers: tuple[WorkerGroup, ...] = ()
     require: tuple[MemberRole, ...] = ()
@@ -245,6 +252,7 @@ _SECTIONS: Mapping[str, type[_Section]] = {
     "frontends": FrontendSection,
     "routers": RouterSection,
     "indexers": IndexerSection,
+    "batches": BatchSection,
     "consoles": ConsoleSection,
     "workers": WorkerGroup,
     "each": WorkerOverride,
@@ -262,7 +270,7 @@ def _keys_at(path: KeyPath) -> list[str]:
 
 def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     found: list[tuple[KeyPath, str]] = []
-    names: set[str] = {"frontend", "router", "indexer", "console"}
+    names: set[str] = {"frontend", "router", "indexer", "batch", "console"}
     for i, group in enumerate(mesh.workers):
         if group.member_name in names:
             text = f"{group.member_name!r} is the name of another group; give each its `name`"
@@ -280,6 +288,8 @@ def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     present = {"frontend", "router", *(roles or {"aggregated"})}
     if mesh.indexers.count:
         present.add("indexer")
+    if mesh.batches.count:
+        present.add("batch")
     for i, role in enumerate(mesh.require):
         if role not in present:
             found.append((("require", i), f"the file has no member of the role {role!r}"))

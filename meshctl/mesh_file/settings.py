@@ -76,6 +76,7 @@ def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
     yield from _section_problems(("frontends",), mesh.frontends)
     yield from _section_problems(("routers",), mesh.routers)
     yield from _section_problems(("indexers",), mesh.indexers)
+    yield from _section_problems(("batches",), mesh.batches)
     yield from _section_problems(("consoles",), mesh.consoles)
     for i, group in enumerate(mesh.workers):
         yield from _section_problems(("workers", i), group)

@@ -3,7 +3,8 @@
 A request is queued, without a booking, if every rank that may compute its prompt is prefill-busy
 (`eligibility.is_prefill_busy`), or requests of its constraint class are queued, or a rescan is due.
 
-Order, least first: (-strict_priority, -key, enqueue number), where with
+Order, least first: (-strict_priority, -key, enqueue number), background requests after all others,
+where with
 jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
 
     fcfs  key = jump - arrival
@@ -15,7 +16,8 @@ routed again after a failure keeps its position.
 
 Requests of one *constraint class* may run on exactly the same ranks, so the head is tried for all
 of them (head-of-line blocking), and a request that is pinned to a busy worker delays no other
-class. Preferences (a soft session, a preferred adapter) make no class.
+class. Background requests are classes of their own, which wait also without a threshold.
+Preferences (a soft session, a preferred adapter) make no class.
 
 A class is *dirty* if its head may have a rank with capacity now. A rescan tries the dirty classes
 in rounds, in the queue order of their heads: a class stays in its round while its heads leave the
@@ -52,6 +54,8 @@ QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 
 # Retry hint for rejected requests: about the time in which a prompt is computed.
 RETRY_AFTER_S = 1.0
+# Of background requests in the queue order: after those without a strict priority, which have 0.
+BACKGROUND_LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class ConstraintClass(NamedTuple):
     lora_name: str
     excluded_worker_ids: frozenset[int]
     placements: tuple[Placement, ...]
+    is_background: bool
 
 
 class _RoundEntry(NamedTuple):
@@ -353,6 +358,7 @@ def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) ->
         routing.lora_name or "",
         excluded,
         placements,
+        query.is_background,
     )
 
 
@@ -383,4 +389,5 @@ def _queue_order(
         key = (1.0 + jump) / max(1, query.total_tokens - cached_tokens)
     else:
         key = jump - arrival if policy == "fcfs" else jump + arrival
-    return QueueOrder(-query.strict_priority, -key, number)
+    level = BACKGROUND_LEVEL if query.is_background else -query.strict_priority
+    return QueueOrder(level, -key, number)

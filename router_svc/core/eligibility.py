@@ -81,7 +81,7 @@ def eligible(
     has_capacity: if given, the only preference. Raises Unavailable or InvalidRequest of the filter
     that no candidate passes, with the field of the request that sets it.
     """
-    if query.routing is None and not query.excluded_worker_ids:
+    if query.routing is None and not query.excluded_worker_ids and has_capacity is None:
         return candidates, []
     excluded: list[Excluded] = []
     for candidate_filter in _candidate_filters(
@@ -338,6 +338,30 @@ def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) ->
     """Returns whether prefill_tokens > threshold * max_num_batched_tokens."""
     batch_tokens = candidate.instance.max_num_batched_tokens or BATCH_TOKENS_UNKNOWN
     return load.prefill_tokens > threshold * batch_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundLimits:
+    """Load up to which a rank takes background requests, so that it has room for others at once."""
+
+    prefill_share: float = 1 / 64
+    """Prompt tokens to compute, of all requests, in batches."""
+
+    load_share: float = 0.9
+    """Share of its running requests and of its KV blocks in use, 0..1, if it reports their
+    numbers."""
+
+    def is_exceeded(self, candidate: Candidate, load: LoadTotals) -> bool:
+        worker = candidate.instance
+        sequences, blocks = worker.max_num_seqs, worker.total_kv_blocks
+        return (
+            is_prefill_busy(candidate, load, self.prefill_share)
+            or (sequences is not None and load.requests >= self.load_share * sequences)
+            or (blocks is not None and load.decode_blocks >= self.load_share * blocks)
+        )
+
+
+DEFAULT_BACKGROUND = BackgroundLimits()
 
 
 def busy_worker_ids(

@@ -13,7 +13,8 @@ every worker that could serve the request is busy.
 
 A mode is closed if each of its workers is above a busy threshold, and full if every rank that may
 compute the prompt is prefill-busy. A mode with capacity precedes a full one. If all open modes are
-full, the request has to wait (`ServingPlan.is_blocked`). Preferences (a soft session, a preferred
+full, the request has to wait (`ServingPlan.is_blocked`). A background request counts a rank as
+busy above `BackgroundLimits`. Preferences (a soft session, a preferred
 adapter) make no mode full: ranks with capacity precede preferred ranks.
 
 A request that pins an aggregated worker, or has its session on one, is served there first; one that
@@ -182,7 +183,7 @@ class PlacementAttempt:
         for plan in self._plans_by_mode():
             if isinstance(plan, MeshError):
                 errors.append(plan)
-            elif not self._are_prefill_busy(plan.prompt_leg.kept):
+            elif not self._is_full(plan):
                 return plan
             elif full_plan is None:
                 full_plan = plan
@@ -198,6 +199,7 @@ class PlacementAttempt:
         policy, fleet = planner.policy, planner.fleet
         if (
             query.routing is not None
+            or query.is_background
             or query.excluded_worker_ids
             or policy.queue.threshold is not None
             or not policy.busy.is_disabled
@@ -225,9 +227,23 @@ class PlacementAttempt:
     def _uses_preferences(self, leg: Leg) -> bool:
         return not self.prefers_capacity or leg == "decode"
 
+    def _is_full(self, plan: ServingPlan) -> bool:
+        """Returns whether the request has to wait for a rank of a leg."""
+        if self._are_prefill_busy(plan.prompt_leg.kept):
+            return True
+        is_pair = plan.prefill is not None
+        return is_pair and self.query.is_background and self._are_prefill_busy(plan.worker.kept)
+
     def _are_prefill_busy(self, candidates: Candidates) -> bool:
-        """Returns whether each candidate is prefill-busy. False without an admission queue."""
-        threshold, tracker = self.planner.policy.queue.threshold, self.planner.tracker
+        """Returns whether each candidate is prefill-busy; for a background request, whether each
+        exceeds `BackgroundLimits`. Other requests without an admission queue: False."""
+        policy, tracker = self.planner.policy, self.planner.tracker
+        if self.query.is_background:
+            limits = policy.background
+            return all(
+                limits.is_exceeded(c, tracker.load(c.placement, self.now)) for c in candidates
+            )
+        threshold = policy.queue.threshold
         return threshold is not None and all(
             is_prefill_busy(c, tracker.load(c.placement, self.now), threshold) for c in candidates
         )

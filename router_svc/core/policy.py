@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router_svc.core.admission import NO_QUEUE, QueueSettings
-from router_svc.core.eligibility import NO_LIMITS, BusyLimits, LoraResidency
+from router_svc.core.eligibility import (
+    DEFAULT_BACKGROUND,
+    NO_LIMITS,
+    BackgroundLimits,
+    BusyLimits,
+    LoraResidency,
+)
 from router_svc.core.pairing import ANY_DOMAIN, NO_BYPASS, Bypass, TransferDomain
 from router_svc.core.sessions import AffinityMode
 from router_svc.core.shortlist import CANDIDATES_MAX
@@ -23,6 +29,7 @@ class Policy:
     bypass: Bypass = NO_BYPASS
     queue: QueueSettings = NO_QUEUE
     busy: BusyLimits = NO_LIMITS
+    background: BackgroundLimits = DEFAULT_BACKGROUND
     candidates_max: int = CANDIDATES_MAX
 
 

@@ -169,7 +169,9 @@ class PoolObserver:
             queue = found.get(queued.query.model)
             if queue is None:
                 queue = found[queued.query.model] = _Queue(oldest_s=now - queued.queued_at)
-            queue.requests += not queued.key.request_id.startswith(CANARY_ID_PREFIX)
+            queue.requests += not (
+                queued.query.is_background or queued.key.request_id.startswith(CANARY_ID_PREFIX)
+            )
             queue.tokens += queued.query.total_tokens
         return found
 

@@ -171,7 +171,9 @@ class Router:
             return record
         attempt = self._attempt(query, now, rng, matches)
         plan = attempt.plan()
-        if not (plan.is_blocked or self.queue):
+        # Without a threshold, only background requests wait.
+        may_wait = query.is_background or self.queue.settings.threshold is not None
+        if not plan.is_blocked and not (may_wait and self.queue):
             return self._place(attempt, plan, key, session)
         constraint_class = constraint_class_of(query, attempt.required_placements)
         if not (plan.is_blocked or self.queue.must_wait(constraint_class)):
@@ -313,7 +315,14 @@ class Router:
         matches = self.overlaps.matches(query) if matches is None else matches
         session_constraint = self.affinity.session_constraint(query, self.fleet.has)
         return PlacementAttempt(
-            self._planner, query, cost_settings, matches, now, rng, session_constraint
+            self._planner,
+            query,
+            cost_settings,
+            matches,
+            now,
+            rng,
+            session_constraint,
+            prefers_capacity=query.is_background,
         )
 
     def _settings_for(self, query: Query) -> CostSettings:

@@ -15,7 +15,7 @@ BODIES = 2_000
 
 
 async def test_mutated_bodies_get_a_response_or_an_error_with_its_form(tmp_path: Path) -> None:
-    with Mesh(tmp_path, workers=1, worker_flags=["--speedup=1000"]) as mesh:
+    with Mesh(tmp_path, workers=1, batches=1, worker_flags=["--speedup=1000"]) as mesh:
         fuzz = Fuzz(mesh, seed=0)
         await fuzz.run(BODIES)
     assert not fuzz.failures, fuzz.failures[0]

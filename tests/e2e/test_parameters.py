@@ -38,7 +38,7 @@ Json = dict[str, Any]
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     thinker = write_model(folder / "thinker", THINKER_TEMPLATE)
-    with Mesh(folder, workers=2, indexers=1, worker_flags=["--speedup=20"]) as mesh:
+    with Mesh(folder, workers=2, indexers=1, batches=1, worker_flags=["--speedup=20"]) as mesh:
         others = [
             mesh.spawn("worker", "--engine=echo", "--model-name=echo"),
             mesh.spawn(
@@ -349,10 +349,15 @@ def test_an_alias_is_served_like_its_model(mesh: Mesh) -> None:
 def test_the_examples_of_the_document_are_served(mesh: Mesh) -> None:
     document = mesh.http.get(f"{mesh.url}/openapi.json").json()
     bodies = {
-        path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+        path: content["application/json"]["example"]
         for path, methods in document["paths"].items()
-        if "requestBody" in methods.get("post", {})
+        if (content := methods.get("post", {}).get("requestBody", {}).get("content"))
+        and "application/json" in content
     }
+    upload = mesh.http.post(
+        f"{mesh.url}/v1/files", data={"purpose": "batch"}, files={"file": b"{}"}
+    )
+    bodies["/v1/batches"]["input_file_id"] = upload.json()["id"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/messages"} <= bodies.keys()
     for path, body in bodies.items():
         response = mesh.http.post(f"{mesh.url}{path}", json=body)

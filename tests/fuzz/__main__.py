@@ -47,6 +47,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         Mesh(
             Path(folder),
+            batches=1,
             worker_flags=["--speedup=1000"],
             # Stored responses are no leak.
             frontend_flags=["--response-store-mb=1"],

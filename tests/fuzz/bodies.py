@@ -171,6 +171,16 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["Hello", "you"], "nvext": _NVEXT},
         {"input": "Hello"},
     ],
+    "/v1/batches": [
+        {
+            "input_file_id": "file-0",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+            "metadata": {"a": "b"},
+            "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+        },
+    ],
+    "/v1/files": [{"purpose": "batch", "file": "a"}],
     "/v1/rerank": [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
     "/v1/score": [{"text_1": "a", "text_2": ["b", "c"]}],
 }

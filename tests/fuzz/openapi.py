@@ -36,7 +36,7 @@ def main() -> int:
     flags = ["--speedup=1000"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        Mesh(Path(folder), workers=1, worker_flags=flags) as mesh,
+        Mesh(Path(folder), workers=1, batches=1, worker_flags=flags) as mesh,
     ):
         done = subprocess.run([*command, f"{mesh.url}/openapi.json"], cwd=folder, check=False)
     return done.returncode

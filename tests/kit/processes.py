@@ -38,7 +38,7 @@ START_S = 50.0
 LOG_LINES_SHOWN = 40
 MODEL = "sim"
 # Kinds of process, in start order. The kinds of ROLES run the worker service.
-KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
+KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend", "batch")
 ROLES = ("prefill", "decode")
 # Parts of the `degraded` messages of `/ready` while a mesh is not complete.
 _INCOMPLETE = ("no router", "gets no requests", "are not split")
@@ -55,8 +55,8 @@ def mesh_error(error: grpc.RpcError) -> MeshError:
 class Service:
     """One process.
 
-    service_name: frontend, router, indexer, worker or console. kind: the service, or a worker's
-    role.
+    service_name: frontend, router, indexer, worker, batch or console. kind: the service, or a
+    worker's role.
     module: Python module to run; empty: that of the service. tree: the source that runs.
     """
 
@@ -241,23 +241,30 @@ class Mesh:
         routers: int = 1,
         indexers: int = 0,
         frontends: int = 1,
+        batches: int = 0,
         worker_flags: Sequence[str] = (),
         frontend_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         indexer_flags: Sequence[str] = (),
+        batch_flags: Sequence[str] = (),
         worker_module: str = "",
         trees: Mapping[str, Sequence[Path]] | None = None,
         named: bool = False,
     ) -> None:
         self._folder = folder
         self._is_named = named
-        counts = (indexers, workers, prefill, decode, routers, frontends)
+        counts = (indexers, workers, prefill, decode, routers, frontends, batches)
         self._service_counts = dict(zip(KINDS, counts, strict=True))
         self._flags = {
             "frontend": ["--http-port=0", *frontend_flags],
             "router": list(router_flags),
             "indexer": ["--notice-s=0.3", *indexer_flags],
             "worker": ["--notice-s=0.3", *worker_flags],
+            "batch": [
+                *("--notice-s=0", "--lease-s=1.5"),
+                f"--database-file={folder / 'batches.db'}",
+                *batch_flags,
+            ],
             "console": [
                 *("--http-port=0", "--otlp-port=0", "--notice-s=0", "--interval-s=0.2"),
                 f"--login-path={folder / 'console'}",

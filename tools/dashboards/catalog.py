@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from batch_svc.app import BatchApp
+from batch_svc.config import BatchConfig
 from common.registry.registry import MemoryRegistry
+from common.service.base import ServiceApp
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from indexer_svc.app import IndexerApp
@@ -24,7 +28,7 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.metrics import worker_registry
 
-SERVICES = ("frontend", "router", "indexer", "worker")
+SERVICES = ("frontend", "router", "indexer", "worker", "batch")
 # Samples of each type, by what is added to the name, with the label that is added.
 SUFFIXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "counter": {"_total": ()},
@@ -104,14 +108,22 @@ async def _registries() -> dict[str, CollectorRegistry]:
     router = RouterApp(RouterConfig(registry="memory"), registry=MemoryRegistry())
     indexer = IndexerApp(IndexerConfig(registry="memory"), registry=MemoryRegistry())
     worker = WorkerApp(WorkerConfig(registry="memory"), registry=MemoryRegistry())
+    batch = BatchApp(BatchConfig(registry="memory"), registry=MemoryRegistry())
     registries = {
         "frontend": frontend.build_metrics(),
         "router": router.metrics.registry,
         "indexer": indexer.metrics.registry,
         "worker": worker_registry(worker.runner),
+        "batch": batch.metrics,
     }
-    for name, app in (("router", router), ("indexer", indexer), ("worker", worker)):
+    members: dict[str, ServiceApp[Any]] = {
+        "router": router,
+        "indexer": indexer,
+        "worker": worker,
+        "batch": batch,
+    }
+    for name, app in members.items():
         app.add_member_metrics(registries[name])
-    for each in (frontend, router, indexer, worker):
+    for each in (frontend, *members.values()):
         await each.close()
     return registries

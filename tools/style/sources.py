@@ -14,6 +14,7 @@ SERVICES = (
     "router_svc",
     "indexer_svc",
     "worker_svc",
+    "batch_svc",
     "console_svc",
     "meshctl",
 )

@@ -23,6 +23,7 @@ SENDERS: Final[Mapping[Service, tuple[Service, ...]]] = {
     "router": ("frontend",),
     "indexer": ("router",),
     "worker": ("frontend", "router"),
+    "batch": (),
 }
 _NO_RESPONSE = "it has not responded yet"
 # Without the first, peers that join now would not be waited for.

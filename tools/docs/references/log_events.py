@@ -12,7 +12,7 @@ from tools.style.names import LOG_METHODS, LOGGERS
 from tools.style.sources import modules
 
 SERVICES: Final = (
-    *("frontend_svc", "router_svc", "indexer_svc", "worker_svc", "console_svc"),
+    *("frontend_svc", "router_svc", "indexer_svc", "worker_svc", "batch_svc", "console_svc"),
     *("meshctl", "common"),
 )
 _NOTE: Final = """Each line of a log is a JSON object (`--log-format console` is for reading it \

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from batch_svc.config import BatchConfig
 from common.runtime.config import FILE_SUFFIX, ConfigSetting, ServiceConfig, flag_name, settings_of
 from console_svc.config import ConsoleConfig
 from frontend_svc.config import FrontendConfig
@@ -18,6 +19,7 @@ SERVICES: Final[dict[str, type[ServiceConfig]]] = {
     "router": RouterConfig,
     "indexer": IndexerConfig,
     "worker": WorkerConfig,
+    "batch": BatchConfig,
     "console": ConsoleConfig,
 }
 COLUMNS: Final = ("flag and variable", "value", "default", "meaning")

@@ -406,3 +406,77 @@ class RequestWorker(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestWorker: _TypeAlias = RequestWorker  # noqa: Y015
+
+@_typing.final
+class RunLineRequest(_message.Message):
+    """A line of a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the client. Empty: the frontend has no API keys."""
+    key_id: _builtins.str
+    """Id of the API key. Empty as `tenant`."""
+    url: _builtins.str
+    """Route of a POST request: `/v1/chat/completions`, ..."""
+    body: _builtins.bytes
+    """Body of the request, as JSON."""
+    request_id: _builtins.str
+    """x-request-id of the request."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        body: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "key_id", b"key_id", "request_id", b"request_id", "tenant", b"tenant", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunLineRequest: _TypeAlias = RunLineRequest  # noqa: Y015
+
+@_typing.final
+class RunLineResponse(_message.Message):
+    """The response to a line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    status: _builtins.int
+    """HTTP status."""
+    body: _builtins.bytes
+    """Body of the response, as JSON."""
+    request_id: _builtins.str
+    """Id of the request in the mesh, as in the header x-request-id."""
+    retry_after_s: _builtins.float
+    """Seconds after which the same line may succeed. Absent: another try does not help."""
+    def __init__(
+        self,
+        *,
+        status: _builtins.int = ...,
+        body: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        retry_after_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "body", b"body", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
+
+Global___RunLineResponse: _TypeAlias = RunLineResponse  # noqa: Y015

@@ -226,3 +226,80 @@ class RecentRequestService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BatchLineServiceStub:
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RunLine = channel.unary_unary(
+                '/kvmesh.frontend.v1.BatchLineService/RunLine',
+                request_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineResponse.FromString,
+                _registered_method=True)
+
+
+class BatchLineServiceServicer:
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service.
+    """
+
+    def RunLine(self, request, context):
+        """Runs a line like a request of a client, and returns its response, whatever its status is.
+        UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BatchLineServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RunLine': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunLine,
+                    request_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineRequest.FromString,
+                    response_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvmesh.frontend.v1.BatchLineService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvmesh.frontend.v1.BatchLineService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class BatchLineService:
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service.
+    """
+
+    @staticmethod
+    def RunLine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.frontend.v1.BatchLineService/RunLine',
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineRequest.SerializeToString,
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunLineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -117,3 +117,40 @@ class RecentRequestServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns ended requests, newest first. INVALID_ARGUMENT if limit is above 1024."""
 
 def add_RecentRequestServiceServicer_to_server(servicer: RecentRequestServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class BatchLineServiceStub:
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> BatchLineServiceAsyncStub: ...
+    RunLine: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.RunLineRequest, _frontend_pb2.RunLineResponse]
+    """Runs a line like a request of a client, and returns its response, whatever its status is.
+    UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+    """
+
+@_typing.type_check_only
+class BatchLineServiceAsyncStub(BatchLineServiceStub):
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    RunLine: _aio.UnaryUnaryMultiCallable[_frontend_pb2.RunLineRequest, _frontend_pb2.RunLineResponse]  # type: ignore[assignment]
+    """Runs a line like a request of a client, and returns its response, whatever its status is.
+    UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+    """
+
+class BatchLineServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Runs lines of batches, as requests of their tenants on idle capacity. For the batch service."""
+
+    @_abc_1.abstractmethod
+    def RunLine(
+        self,
+        request: _frontend_pb2.RunLineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.RunLineResponse, _abc.Awaitable[_frontend_pb2.RunLineResponse]]:
+        """Runs a line like a request of a client, and returns its response, whatever its status is.
+        UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+        """
+
+def add_BatchLineServiceServicer_to_server(servicer: BatchLineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -203,7 +203,8 @@ class SessionHelloAck(_message.Message):
     """Whether the router tracks output blocks (SessionRequest.outputs)."""
     queue_wait_ms: _builtins.int
     """Milliseconds that a New may wait in the router's queue. 0: there is no queue, every New is
-    answered at once. Absent: unknown.
+    answered at once. Not of background requests, which wait in any router. Absent:
+    unknown.
     """
     def __init__(
         self,
@@ -379,6 +380,7 @@ class Query(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     EXCLUSION_REASONS_FIELD_NUMBER: _builtins.int
+    IS_BACKGROUND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name of the client. Never empty."""
     total_tokens: _builtins.int
@@ -407,6 +409,11 @@ class Query(_message.Message):
     """
     tenant_weight: _builtins.float
     """Share relative to other tenants. 0: 1."""
+    is_background: _builtins.bool
+    """The request runs on idle capacity only: it waits in the router, below every strict_priority and
+    also without a queue_threshold, until a rank has room for background requests. False: no such
+    request, as of earlier versions.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's tokens, instead of prefix_hashes, for simple clients."""
@@ -447,10 +454,11 @@ class Query(_message.Message):
         tenant: _builtins.str = ...,
         tenant_weight: _builtins.float = ...,
         exclusion_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        is_background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "is_background", b"is_background", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

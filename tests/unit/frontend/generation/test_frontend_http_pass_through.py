@@ -25,10 +25,12 @@ from common.registry.instances import Instance, Snapshot
 from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
+from common.rpc.channel import PLAINTEXT
 from common.trials.trials import Trials
 from common.usage import UsageCounts, UsageKey
 from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
+from frontend_svc.batches.client import BatchClient
 from frontend_svc.config import FrontendConfig
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.edge.server import HttpServer
@@ -192,7 +194,14 @@ async def served(
             ended.append,
         )
         api = ApiDependencies(
-            dependencies, Trials(()), None, lambda: ready, alone, no_metrics, Members()
+            dependencies,
+            Trials(()),
+            None,
+            lambda: ready,
+            alone,
+            no_metrics,
+            Members(),
+            BatchClient(Members(), PLAINTEXT),
         )
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:

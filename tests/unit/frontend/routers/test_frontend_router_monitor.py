@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from common.errors import WorkerLost
+from common.request.placement import Query
 from common.streams.silence import SESSION
 from frontend_svc.routers.choice import AVOID_FAILED_ROUTER_S
 from frontend_svc.routers.monitor import (
@@ -59,6 +61,13 @@ def test_heartbeats_keep_a_query_pending_only_if_the_router_may_queue_it(
 def test_without_a_session_a_query_is_overdue_after_the_limit() -> None:
     monitor, queries = RouterMonitor(at(0.0)), {1: pending(1.0), 2: pending(2.0)}
     assert monitor.overdue(queries, at(1.0 + UNROUTED_AFTER_S)) == [1]
+
+
+def test_a_background_query_waits_for_idle_capacity_however_long() -> None:
+    monitor, query = connected(), pending(0.0)
+    query.request = replace(query.request, query=Query("m", is_background=True))
+    monitor.check(at(1e6), [query])
+    assert monitor.overdue({1: query}, at(1e6)) == []
 
 
 def test_a_router_that_keeps_reporting_a_served_model_unknown_is_left_now_and_then() -> None:

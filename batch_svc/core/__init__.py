@@ -1,0 +1,1 @@
+"""Decisions of the batch service (pure)."""

@@ -1,0 +1,155 @@
+"""The lines of an input file: checks, and the order in which they are sent (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+import xxhash
+
+from batch_svc.core.limits import CUSTOM_ID_CHARS_MAX, ERRORS_MAX
+
+# Characters of a prompt that count as one unit of its prefix, and the units that count.
+_UNIT_CHARS: Final = 256
+_UNITS_MAX: Final = 64
+# Fields of a body that make its prompt, in the order of the prompt.
+_PROMPT_FIELDS: Final = ("model", "tools", "instructions", "messages", "prompt", "input")
+_KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
+_NO_PRIORITY: Final = "lines run behind all other requests; leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that can be sent."""
+
+    number: int
+    """From 1, in the input file."""
+
+    custom_id: str
+    body: bytes
+    """The body of the request, as JSON."""
+
+    prefix: bytes
+    """Equal up to a length for prompts that begin alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why a file cannot be a batch."""
+
+    code: str
+    message: str
+    param: str = ""
+    line: int = 0
+    """0: the file as a whole."""
+
+
+class _Invalid(Exception):
+    def __init__(self, code: str, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def read_lines(
+    parts: Iterable[bytes], endpoint: str, lines_max: int
+) -> tuple[list[Line], list[LineError]]:
+    """Returns the lines of a file in the order of the file, or at most ERRORS_MAX errors.
+
+    - parts: of the content, in order.
+    - endpoint: of the batch, which each line must name.
+    """
+    lines: list[Line] = []
+    errors: list[LineError] = []
+    custom_ids: set[str] = set()
+    for number, raw in enumerate(_split(parts), 1):
+        if not raw.strip():
+            continue
+        if len(lines) >= lines_max:
+            text = f"the file has more than {lines_max} lines; split it into several batches"
+            return [], [LineError("too_many_lines", text, line=number)]
+        try:
+            line = _read(raw, number, endpoint, custom_ids)
+        except _Invalid as error:
+            errors.append(LineError(error.code, str(error), error.param, number))
+            if len(errors) >= ERRORS_MAX:
+                break
+            continue
+        custom_ids.add(line.custom_id)
+        lines.append(line)
+    if not lines and not errors:
+        errors.append(LineError("empty_file", "the file has no lines"))
+    return ([], errors) if errors else (lines, [])
+
+
+def prefix_order(lines: Iterable[Line]) -> list[int]:
+    """Returns the numbers of the lines in an order in which common prefixes are neighbours."""
+    return [line.number for line in sorted(lines, key=lambda line: (line.prefix, line.number))]
+
+
+def prefix_of(body: dict[str, Any]) -> bytes:
+    """Returns 8 bytes a unit of a prompt: prompts that begin alike have equal first bytes."""
+    fields = [body[name] for name in _PROMPT_FIELDS if name in body]
+    text = orjson.dumps(fields)
+    units = [
+        text[start : start + _UNIT_CHARS]
+        for start in range(0, min(len(text), _UNIT_CHARS * _UNITS_MAX), _UNIT_CHARS)
+    ]
+    return b"".join(xxhash.xxh3_64_digest(unit) for unit in units)
+
+
+def _split(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a content without their ends."""
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _read(raw: bytes, number: int, endpoint: str, custom_ids: set[str]) -> Line:
+    """Raises _Invalid."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _Invalid("invalid_json_line", f"the line is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _Invalid("invalid_json_line", "the line is not a JSON object")
+    if unknown := value.keys() - _KEYS:
+        name = min(unknown)
+        raise _Invalid("unknown_parameter", f"a line has no field {name[:64]!r}", name[:64])
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_CHARS_MAX:
+        text = f"'custom_id' must be a text of 1 to {CUSTOM_ID_CHARS_MAX} characters"
+        raise _Invalid("invalid_custom_id", text, "custom_id")
+    if custom_id in custom_ids:
+        text = f"'custom_id' {custom_id[:64]!r} is that of an earlier line"
+        raise _Invalid("duplicate_custom_id", text, "custom_id")
+    if value.get("method") != "POST":
+        raise _Invalid("invalid_method", "'method' must be 'POST'", "method")
+    if value.get("url") != endpoint:
+        text = f"'url' must be {endpoint!r}, the endpoint of the batch"
+        raise _Invalid("mismatched_endpoint", text, "url")
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise _Invalid("invalid_body", "'body' must be an object", "body")
+    _check_body(body)
+    return Line(number, custom_id, orjson.dumps(body), prefix_of(body))
+
+
+def _check_body(body: dict[str, Any]) -> None:
+    """Raises _Invalid for what a line cannot have; the rest is checked when the line runs."""
+    if not isinstance(body.get("model"), str):
+        raise _Invalid("missing_model", "'body.model' must name a model", "body.model")
+    if body.get("stream"):
+        raise _Invalid("unsupported_parameter", "a line cannot be a stream", "body.stream")
+    if body.get("background"):
+        raise _Invalid("unsupported_parameter", "a line has no background", "body.background")
+    if body.get("priority") is not None:
+        raise _Invalid("unsupported_parameter", _NO_PRIORITY, "body.priority")
+    for name in ("nvext", "kvmesh"):
+        extension = body.get(name)
+        if isinstance(extension, dict) and extension.get("agent_hints") is not None:
+            raise _Invalid("unsupported_parameter", _NO_PRIORITY, f"body.{name}.agent_hints")

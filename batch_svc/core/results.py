@@ -1,0 +1,79 @@
+"""What becomes of a line after a try, and how its result is written (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+# Statuses of refusals for lack of capacity or workers: the line waits, however often.
+_BUSY: Final = frozenset({408, 409, 425, 429, 503})
+# A model that is not served, perhaps only now; other errors of a client stay what they are.
+_NOT_FOUND: Final = 404
+BUSY_PAUSE_S: Final = 1.0
+PAUSE_MAX_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The response to a line."""
+
+    status: int
+    body: bytes
+    request_id: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of a line. row: its line in the output or error file, as JSON."""
+
+    is_error: bool
+    row: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The line is sent again after a pause. is_busy: no capacity, which does not count as a try."""
+
+    pause_s: float
+    is_busy: bool
+
+
+def judge(
+    line_id: str, custom_id: str, reply: Reply, *, failures: int, attempts_max: int
+) -> Result | Retry:
+    """Returns the result of a line, or that it is sent again.
+
+    - failures: tries that failed by an error of the server, before this one.
+    """
+    if reply.status in _BUSY:
+        pause_s = min(reply.retry_after_s or BUSY_PAUSE_S, PAUSE_MAX_S)
+        return Retry(pause_s, is_busy=True)
+    is_fault = reply.status >= 500 or reply.status == _NOT_FOUND
+    if is_fault and failures + 1 < attempts_max:
+        return Retry(min(2.0**failures, PAUSE_MAX_S), is_busy=False)
+    return Result(reply.status >= 300, response_row(line_id, custom_id, reply))
+
+
+def response_row(line_id: str, custom_id: str, reply: Reply) -> bytes:
+    """Returns the row of a line that has a response, also one with an error status."""
+    try:
+        # Any: JSON.
+        body: Any = orjson.loads(reply.body)
+    except orjson.JSONDecodeError:
+        text = f"the response, with the status {reply.status}, is not JSON"
+        return error_row(line_id, custom_id, "invalid_response", text)
+    response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    return _row(line_id, custom_id, response, None)
+
+
+def error_row(line_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Returns the row of a line without a response."""
+    return _row(line_id, custom_id, None, {"code": code, "message": message})
+
+
+def _row(line_id: str, custom_id: str, response: object, error: object) -> bytes:
+    row = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return orjson.dumps(row) + b"\n"

@@ -1,0 +1,112 @@
+"""The frontends, which run lines as requests on idle capacity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from batch_svc.core.batch import Owner
+from batch_svc.core.results import Reply
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    PermissionDenied,
+    Unauthenticated,
+)
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.rpc import channel as rpc
+from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
+
+# The status of a line whose frontend raised an error instead of a response; others: it is lost.
+_STATUSES: Final[Mapping[type[MeshError], int]] = {
+    InvalidRequest: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
+    DeadlineExceeded: 504,
+}
+_LOST: Final = 503
+_RETRY_AFTER_S: Final = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    channel: rpc.MeshChannel
+    stub: frontend_pb2_grpc.BatchLineServiceStub
+
+
+class Frontends:
+    """The frontends that discovery shows. timeout_s: of one line."""
+
+    def __init__(self, security: rpc.Security, timeout_s: float) -> None:
+        self._security = security
+        self._timeout_s = timeout_s
+        self._instances: dict[int, Instance] = {}
+        self._opened: dict[int, _Frontend] = {}
+        self._in_flight: Counter[int] = Counter()
+
+    def on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
+        self._instances = {instance.id: instance for instance in snapshot.of("frontend")}
+
+    async def close(self) -> None:
+        opened, self._opened = self._opened, {}
+        for frontend in opened.values():
+            await frontend.channel.close()
+
+    async def run(self, owner: Owner, url: str, body: bytes, request_id: str) -> Reply:
+        """Returns the response to a line; a 503 if no frontend responds, so that it is sent
+        again."""
+        await self._close_departed()
+        if not self._instances:
+            return _failure(_LOST, "no frontend is there")
+        frontend_id = min(self._instances, key=lambda one: self._in_flight[one])
+        stub = self._stub(self._instances[frontend_id])
+        self._in_flight[frontend_id] += 1
+        try:
+            response: frontend_pb2.RunLineResponse = await rpc.unary(
+                stub.RunLine,
+                frontend_pb2.RunLineRequest(
+                    tenant=owner.tenant,
+                    key_id=owner.key_id,
+                    url=url,
+                    body=body,
+                    request_id=request_id,
+                ),
+                timeout_s=self._timeout_s,
+            )
+        except MeshError as error:
+            status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 0)
+            return _failure(status or _LOST, error.message)
+        finally:
+            self._in_flight[frontend_id] -= 1
+        has_pause = response.HasField("retry_after_s")
+        return Reply(
+            response.status,
+            response.body,
+            response.request_id,
+            response.retry_after_s if has_pause else None,
+        )
+
+    def _stub(self, instance: Instance) -> frontend_pb2_grpc.BatchLineServiceStub:
+        frontend = self._opened.get(instance.id)
+        if frontend is None:
+            channel = rpc.channel(instance.address, role="frontend", security=self._security)
+            stub = frontend_pb2_grpc.BatchLineServiceStub(channel)
+            frontend = self._opened[instance.id] = _Frontend(channel, stub)
+        return frontend.stub
+
+    async def _close_departed(self) -> None:
+        """Closes the channels of frontends that have left, once their lines have ended."""
+        for frontend_id in [*self._opened.keys() - self._instances.keys()]:
+            if not self._in_flight[frontend_id]:
+                del self._in_flight[frontend_id]
+                await self._opened.pop(frontend_id).channel.close()
+
+
+def _failure(status: int, message: str) -> Reply:
+    """Returns the response to a line that has none of its own."""
+    text = message.replace("\\", "/").replace('"', "'")
+    body = f'{{"error": {{"message": "{text}", "type": "server_error"}}}}'
+    return Reply(status, body.encode(), "", _RETRY_AFTER_S if status == _LOST else None)

@@ -1,0 +1,1 @@
+"""Runs the lines of batches, under the lease of the database."""

@@ -1,0 +1,148 @@
+"""The stages of a batch before and after its lines run: validation, and its files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+import structlog
+
+from batch_svc.core.batch import BatchRow, Status, StoredFile
+from batch_svc.core.limits import OUTPUT_PURPOSE, BatchLimits
+from batch_svc.core.lines import LineError, prefix_order, read_lines
+from batch_svc.core.results import Result, error_row
+from batch_svc.store.batches import BatchStore
+from batch_svc.store.database import Database
+from batch_svc.store.files import CHUNK_BYTES, FileStore, insert_output
+from batch_svc.store.lease import RunnerLease
+
+LOG = structlog.get_logger(__name__)
+
+_PAGE_ROWS: Final = 500
+_EXPIRED: Final = "batch_expired"
+_EXPIRED_TEXT: Final = "the line was not run before the completion window ended"
+
+
+class Stages:
+    """Changes the state of batches under the lease. Methods raise LeaseLost and Unavailable; then
+    the next runner repeats the stage."""
+
+    def __init__(
+        self,
+        database: Database,
+        files: FileStore,
+        batches: BatchStore,
+        lease: RunnerLease,
+        limits: BatchLimits,
+        *,
+        keep_s: float,
+        in_prefix_order: bool,
+    ) -> None:
+        """
+        - keep_s: after which files of results are removed, unless the batch has a time of its own.
+        """
+        self._database = database
+        self._files = files
+        self._batches = batches
+        self._lease = lease
+        self._limits = limits
+        self._keep_s = keep_s
+        self._in_prefix_order = in_prefix_order
+
+    async def validate(self, batch: BatchRow) -> None:
+        """Reads the input file: the batch is in progress or failed then."""
+        parts = [part async for part in self._files.read(batch.input_file_id)]
+        if parts:
+            lines, errors = await asyncio.to_thread(
+                read_lines, parts, batch.endpoint, self._limits.lines
+            )
+        else:
+            lines, errors = [], [LineError("file_not_found", "the input file was removed")]
+        order = [line.number for line in lines]
+        if self._in_prefix_order:
+            order = await asyncio.to_thread(prefix_order, lines)
+        started_at = time.monotonic()
+        async with self._database.transaction() as transaction:
+            await self._lease.check(transaction)
+            errors = errors or await self._batches.begin(transaction, batch, lines, order)
+            if errors:
+                await self._batches.fail(transaction, batch, errors)
+        self._lease.renewed(started_at)
+        LOG.info("batch_validated", batch=batch.id, lines=len(lines), errors=len(errors))
+
+    async def finish(self, batch: BatchRow, ends_as: Status) -> None:
+        """Writes the files of a batch whose lines do not run any more, and ends it."""
+        async with self._database.transaction() as transaction:
+            await self._lease.check(transaction)
+            if not await self._batches.finalize(transaction, batch, ends_as):
+                return
+        if ends_as is Status.EXPIRED:
+            await self._expire_lines(batch)
+        files = {}
+        for column, is_error in (("output_file_id", False), ("error_file_id", True)):
+            if (written := await self._write_file(batch, is_error=is_error)) is not None:
+                files[column] = written
+        async with self._database.transaction() as transaction:
+            await self._lease.check(transaction)
+            await self._batches.end(transaction, batch, ends_as, files)
+        LOG.info("batch_ended", batch=batch.id, status=str(ends_as))
+
+    async def _expire_lines(self, batch: BatchRow) -> None:
+        """Gives each line without a result the error of the window."""
+        # Ends: each round removes lines from those without a result.
+        while lines := await self._batches.next_lines(batch.id, -1, _PAGE_ROWS):
+            results = []
+            for line in lines:
+                row = error_row(
+                    line_id(batch.id, line.number), line.custom_id, _EXPIRED, _EXPIRED_TEXT
+                )
+                results.append((line.number, Result(True, row)))
+            async with self._database.transaction() as transaction:
+                await self._lease.check(transaction)
+                await self._batches.put_results(transaction, batch.id, results)
+
+    async def _write_file(self, batch: BatchRow, *, is_error: bool) -> tuple[str, int] | None:
+        """Writes the rows of one kind, in the order of the input file, to a file that `end` makes
+        visible; returns its id and size. None: there are none."""
+        kind, now_s = "error" if is_error else "output", time.time()
+        file = StoredFile(
+            # The same at each try, which replaces what a try before has written.
+            f"file-{batch.id.removeprefix('batch_')}{kind[0]}",
+            f"{batch.id}_{kind}.jsonl",
+            OUTPUT_PURPOSE,
+            0,
+            now_s,
+            now_s + (batch.output_expires_s or self._keep_s),
+        )
+        chunks = size = 0
+        buffer = bytearray()
+        async for row in self._rows(batch.id, is_error=is_error):
+            buffer += row
+            size += len(row)
+            if len(buffer) >= CHUNK_BYTES:
+                await self._put(file, batch.owner.tenant, bytes(buffer), chunks)
+                chunks += 1
+                buffer.clear()
+        if buffer:
+            await self._put(file, batch.owner.tenant, bytes(buffer), chunks)
+        return (file.id, size) if size else None
+
+    async def _rows(self, batch_id: str, *, is_error: bool) -> AsyncIterator[bytes]:
+        number = 0
+        # Ends: pages advance through the lines of the batch.
+        while page := await self._batches.results(batch_id, number, _PAGE_ROWS, is_error=is_error):
+            for _, row in page:
+                yield row
+            number = page[-1][0]
+
+    async def _put(self, file: StoredFile, tenant: str, content: bytes, number: int) -> None:
+        async with self._database.transaction() as transaction:
+            await self._lease.check(transaction)
+            await insert_output(transaction, file, tenant, [content], number)
+
+
+def line_id(batch_id: str, number: int) -> str:
+    """Returns the id of a line in its row and in the x-request-id of its request."""
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"

@@ -1,0 +1,1 @@
+"""The database of a batch service: files, batches, lines and the lease of the runner."""

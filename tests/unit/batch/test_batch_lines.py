@@ -1,0 +1,85 @@
+"""The lines of an input file: what is refused, by line, and the order in which lines are sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from batch_svc.core.limits import ERRORS_MAX
+from batch_svc.core.lines import prefix_of, prefix_order, read_lines
+
+CHAT = "/v1/chat/completions"
+
+
+# Any: JSON.
+def line(custom_id: str = "a", text: str = "Hi", **changes: Any) -> dict[str, Any]:
+    body = {"model": "sim", "messages": [{"role": "user", "content": text}]}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | changes
+
+
+def content(*lines: dict[str, Any]) -> bytes:
+    return b"\n".join(orjson.dumps(one) for one in lines)
+
+
+def test_lines_keep_their_number_also_beside_empty_ones_and_split_parts() -> None:
+    raw = content(line("a"), line("b")).replace(b"\n", b"\n\n") + b"\n"
+    parts = [raw[i : i + 7] for i in range(0, len(raw), 7)]
+    lines, errors = read_lines(parts, CHAT, 10)
+    assert not errors
+    assert [(one.number, one.custom_id) for one in lines] == [(1, "a"), (3, "b")]
+
+
+BODY = line()["body"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "param"),
+    [
+        ({"custom_id": ""}, "invalid_custom_id", "custom_id"),
+        ({"custom_id": 7}, "invalid_custom_id", "custom_id"),
+        ({"method": "GET"}, "invalid_method", "method"),
+        ({"url": "/v1/completions"}, "mismatched_endpoint", "url"),
+        ({"body": []}, "invalid_body", "body"),
+        ({"body": {}}, "missing_model", "body.model"),
+        ({"body": BODY | {"stream": True}}, "unsupported_parameter", "body.stream"),
+        ({"body": BODY | {"priority": 1}}, "unsupported_parameter", "body.priority"),
+        (
+            {"body": BODY | {"nvext": {"agent_hints": {"priority": 1}}}},
+            "unsupported_parameter",
+            "body.nvext.agent_hints",
+        ),
+        ({"more": 1}, "unknown_parameter", "more"),
+    ],
+)
+def test_an_invalid_line_is_named_with_its_field(
+    changes: dict[str, Any], code: str, param: str
+) -> None:
+    lines, (error,) = read_lines([content(line("b"), line(**changes))], CHAT, 10)
+    assert not lines
+    assert (error.line, error.code, error.param) == (2, code, param)
+
+
+def test_a_file_is_refused_for_no_lines_too_many_and_equal_ids() -> None:
+    assert read_lines([b"\n \n"], CHAT, 10)[1][0].code == "empty_file"
+    assert read_lines([content(line("a"), line("b"))], CHAT, 1)[1][0].code == "too_many_lines"
+    assert read_lines([content(line(), line())], CHAT, 9)[1][0].code == "duplicate_custom_id"
+    assert read_lines([b"{\n"], CHAT, 9)[1][0].code == "invalid_json_line"
+    assert len(read_lines([b"{\n" * 100], CHAT, 999)[1]) == ERRORS_MAX
+
+
+def test_lines_with_a_common_beginning_are_sent_one_after_the_other() -> None:
+    common = [f"{name} " * 400 for name in ("one", "two", "three")]
+    lines, _ = read_lines(
+        [content(*(line(str(n), common[n % 3] + str(n)) for n in range(9)))], CHAT, 99
+    )
+    groups = [number % 3 for number in prefix_order(lines)]
+    assert len([n for n in range(1, 9) if groups[n] != groups[n - 1]]) == 2
+    assert sorted(prefix_order(lines)) == list(range(1, 10))
+
+
+def test_the_prefix_of_a_prompt_is_that_of_longer_ones() -> None:
+    short, long = (prefix_of({"model": "sim", "prompt": "x" * n}) for n in (2_000, 4_000))
+    assert long.startswith(short[:-8])
+    assert len(prefix_of({"model": "sim", "prompt": "x" * 10**6})) == 64 * 8
