@@ -14,7 +14,12 @@ from common.errors import Conflict, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
 from common.registry.card import ModelCard
-from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
+from common.registry.instances import (
+    SERVER_META_KEY,
+    SERVER_MODEL_META_KEY,
+    UNSUPPORTED_OPTIONS_META_KEY,
+    Instance,
+)
 from common.registry.registry import Registry
 from common.request.preprocessed import unsupported_options
 from common.runtime.member_key import MemberKey
@@ -252,7 +257,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             taints=frozenset(self._config.taints),
             loras=engine.loras,
             kv_index=engine.kv_index,
-            meta={**self._meta, **_options_meta(engine)},
+            meta={**self._meta, **_options_meta(engine), **_server_meta(engine)},
         )
 
     async def register(self) -> None:
@@ -329,3 +334,9 @@ def _options_meta(engine: EngineConfig) -> dict[str, str]:
         return {}
     unsupported = unsupported_options(engine.supported_fields)
     return {UNSUPPORTED_OPTIONS_META_KEY: ",".join(sorted(unsupported))}
+
+
+def _server_meta(engine: EngineConfig) -> dict[str, str]:
+    if not engine.server_address:
+        return {}
+    return {SERVER_META_KEY: engine.server_address, SERVER_MODEL_META_KEY: engine.model}

@@ -48,6 +48,11 @@ PREFILL_BYPASS_META_KEY = "prefill_bypass"
 # In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.
 UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
 
+# In the meta of a worker for a server that runs already: its host:port, and the `model` that it
+# expects in bodies; optional. A gateway sends requests there.
+SERVER_META_KEY = "server"
+SERVER_MODEL_META_KEY = "server_model"
+
 # In meta: a fingerprint of the mesh key, which all members must share; "": none is set. Optional.
 HASH_KEY_META_KEY = "mesh_key"
 # In meta: version and form of the process (`common/runtime/build.py`); optional.

@@ -73,6 +73,8 @@ class EngineConfig:
     refused only after a worker was chosen.
     model_input: "text" if requests pass through to the engine, which takes no token ids.
     model_folder: where the tokenizer is, if the engine has learned that; None: as configured.
+    server_address: host:port of the server that runs already, for gateways that send it requests of
+    their own; "" if there is none. It expects `model` in bodies.
     serves_in_order: whether a waiting request never starts after a later one without a higher
     priority. Then one that was overtaken counts as lost although others wait.
     """
@@ -101,6 +103,7 @@ class EngineConfig:
     serves_in_order: bool = False
     model_input: ModelInput = "tokens"
     model_folder: Path | None = None
+    server_address: str = ""
 
     @property
     def advertised_name(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +13,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import InvalidRequest, Unsupported
+from common.rpc.channel import join_address
 from worker_svc.engines.model_folder import find_missing_files, read_eos_token_ids
 from worker_svc.engines.openai.client import ServerClient
 from worker_svc.engines.openai.config import ServerConfig
@@ -50,6 +53,19 @@ async def read_server(client: ServerClient, config: ServerConfig) -> ServerFacts
         kv_off_reason="the server takes no token ids",
         no_index_reason="the server takes no token ids",
     )
+
+
+async def find_address(url: str) -> str:
+    """Returns host:port of a server, the host as an address: gateways resolve no names. "" if the
+    name has none at the moment."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    loop = asyncio.get_running_loop()
+    try:
+        rows = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    return join_address(str(rows[0][4][0]), port)
 
 
 def _choose_model(listed: Sequence[Json], config: ServerConfig, url: str) -> Json:

@@ -50,7 +50,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.openai.client import ServerClient
 from worker_svc.engines.openai.config import ServerConfig
-from worker_svc.engines.openai.detect import read_adapters, read_server
+from worker_svc.engines.openai.detect import find_address, read_adapters, read_server
 from worker_svc.engines.openai.facts import KvAddresses, ServerFacts, TokenApi, TokenStream
 from worker_svc.engines.openai.load import ServerLoad, read_sglang_loads, read_vllm_metrics
 from worker_svc.engines.openai.pass_through import PassThroughStream
@@ -88,6 +88,7 @@ class ServerEngine:
         self.kv_events_off_reason = "the engine has not started"
         self._client = ServerClient(config)
         self._facts = ServerFacts(api="text", model="")
+        self._address = ""
         self._endpoints: KvEventEndpoints | None = None
         self._api: TokenApi | None = None
         self._rid_prefix = secrets.token_hex(6)
@@ -115,6 +116,7 @@ class ServerEngine:
         facts = self._facts = await self._wait_for_server()
         self._api = _api_of(facts)
         self._resolve_kv_events()
+        self._address = await find_address(self._client.url)
         self._is_started = True
         await self._read_loads()
         self._spawn(self._poll(self._read_loads, LOAD_INTERVAL_S), "server load")
@@ -149,6 +151,7 @@ class ServerEngine:
             supported_fields=None if self._api is None else self._api.supported_fields(),
             model_input="tokens" if facts.has_token_ids else "text",
             model_folder=facts.model_path,
+            server_address=self._address,
         )
 
     def _resolve_kv_events(self) -> None:
