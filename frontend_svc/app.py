@@ -31,7 +31,6 @@ from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
 from common.runtime.member_key import MemberKey
-from common.runtime.tasks import TaskGroup
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.trials import constraints
@@ -66,6 +65,7 @@ from frontend_svc.metrics.families import CanaryMetrics, DeploymentState, Fronte
 from frontend_svc.models import tokenizer_files
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.loading import MODEL_RETRY_INTERVAL_S, keep_loaded
 from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import Readiness, assess_readiness
 from frontend_svc.recent_requests import service as recent_requests
@@ -89,8 +89,6 @@ from frontend_svc.workers.hit_monitor import HitMonitor
 from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
-# Interval of attempts to load a model that failed to load.
-MODEL_RETRY_INTERVAL_S = 1.0
 # In which a frontend with an inherited socket loads the models before it accepts connections.
 INHERITED_START_S = 20.0
 # For the records of the last requests to be written.
@@ -217,7 +215,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         models_loaded = asyncio.Event()
         registry_watch = follow(self._registry, self._config.namespace, self._on_snapshot)
         lifecycle.spawn(registry_watch, name="registry watch")
-        lifecycle.spawn(self._watch_models(models_loaded), name="models")
+        models = keep_loaded(self._models, self._snapshot_changed, models_loaded)
+        lifecycle.spawn(models, name="models")
         lifecycle.spawn(self._router.run(), name="router session")
         if config.canary_interval_s:
             self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
@@ -394,29 +393,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._hit_monitor.on_snapshot(snapshot, changes)
         self._router.on_snapshot(snapshot, changes)
         self._snapshot_changed.set()
-
-    async def _watch_models(self, models_loaded: asyncio.Event) -> None:
-        """Loads the new models of the registry, and retries those that failed to load."""
-
-        async def load_models() -> None:
-            await self._models.load()
-            # Another load may still load what this one has skipped.
-            if not self._models.loading:
-                models_loaded.set()
-
-        await self._snapshot_changed.wait()
-        # Loads run concurrently, so that a slow card does not delay other models. The catalog
-        # loads a model once at a time, which bounds the number of loads by the number of models.
-        async with TaskGroup() as loads:
-            while True:
-                self._snapshot_changed.clear()
-                loads.create_task(load_models())
-                while not self._snapshot_changed.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(MODEL_RETRY_INTERVAL_S):
-                            await self._snapshot_changed.wait()
-                    if self._models.not_ready:
-                        break
 
     def _place_locally(self, query: Query) -> Decision | MeshError:
         return place_locally(self._members.snapshot, self._engines.open_slots, query, self._rng)

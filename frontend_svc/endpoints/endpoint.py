@@ -24,7 +24,7 @@ from common.errors import (
     Unavailable,
     Unsupported,
 )
-from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
+from common.kv.hashing import PrefixHasher
 from common.request.placement import Query
 from common.request.preprocessed import (
     PreprocessedRequest,
@@ -61,7 +61,7 @@ from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.placement_request import ROOT_CHAIN, PlacementRequest, next_hashes
+from frontend_svc.request.placement_request import PlacementRequest, new_placement
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 from frontend_svc.tracing import start_request_span
 from frontend_svc.usage.ledger import UsageLedger
@@ -268,24 +268,18 @@ class PostEndpoint(ABC, Generic[P]):
     ) -> PlacementRequest:
         """Returns the request for the placement of a prompt. model: the name that routers see.
         hasher: of the prompt; None: it gets no hashes."""
-        prefix_hashes, chain = b"", ROOT_CHAIN
-        if hasher is not None:
-            prompt, _ = request.routing_tokens()
-            prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, prompt)
         query = Query(
             model,
             len(request.token_ids),
-            prefix_hashes,
-            HASH_SCHEME_ID if hasher is not None else 0,
-            hasher.block_size if hasher is not None else 0,
             routing=request.routing,
             strict_priority=strict_priority(nvext),
             tenant=context.caller.tenant,
             tenant_weight=context.caller.limits.weight,
             is_background=context.is_background,
         )
-        arrived_at, traceparent = asyncio.get_running_loop().time(), context.span.traceparent
-        return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
+        prompt, _ = request.routing_tokens()
+        arrived_at = asyncio.get_running_loop().time()
+        return new_placement(query, prompt, hasher, arrived_at, context.span.traceparent)
 
     async def await_model(
         self, context: HttpRequest, name: str, table: Table, error: Unavailable

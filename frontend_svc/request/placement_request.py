@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from common.errors import MeshError
-from common.kv.hashing import ChainState, PrefixHasher, hashes_to_bytes
+from common.kv.hashing import HASH_SCHEME_ID, ChainState, PrefixHasher, hashes_to_bytes
 from common.request.placement import REASON_CHARS_MAX, REASONS_MAX, Decision, Query
 from common.request.preprocessed import TokenIds
 
@@ -68,6 +68,30 @@ class PlacementRequest:
         )
         query = replace(self.query, excluded_worker_ids=worker_ids, exclusion_reasons=reasons)
         return replace(self, query=query)
+
+
+def new_placement(
+    query: Query,
+    prompt: TokenIds,
+    hasher: PrefixHasher | None,
+    arrived_at: float,
+    traceparent: str = "",
+) -> PlacementRequest:
+    """Returns the request for the placement of a prompt: the query, with the hashes of its blocks.
+
+    prompt: the tokens to route by.
+    hasher: of the prompt; None: it gets no hashes.
+    """
+    if hasher is None:
+        return PlacementRequest(query, arrived_at, traceparent)
+    prefix_hashes, chain = next_hashes(hasher, ROOT_CHAIN, prompt)
+    query = replace(
+        query,
+        prefix_hashes=prefix_hashes,
+        hash_scheme=HASH_SCHEME_ID,
+        block_size=hasher.block_size,
+    )
+    return PlacementRequest(query, arrived_at, traceparent, hasher=hasher, chain=chain)
 
 
 def next_hashes(
