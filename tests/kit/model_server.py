@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from tests.kit.waiting import WAIT_S
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
@@ -30,6 +30,20 @@ MODEL = "stand-in"
 def next_token(ids: Sequence[int]) -> int:
     """Returns the token that follows these."""
     return FIRST_ID + (sum(ids[-8:]) * 31 + len(ids) * 7) % (VOCABULARY - FIRST_ID)
+
+
+async def _read_body(reader: asyncio.StreamReader, head: Sequence[str]) -> bytes:
+    """Returns the body after a head, of a known length or in chunks."""
+    fields = dict(one.lower().split(": ", 1) for one in head if ": " in one)
+    if fields.get("transfer-encoding") != "chunked":
+        return await reader.readexactly(int(fields.get("content-length", "0")))
+    body = b""
+    # Ends: at the last chunk, or with the connection.
+    while size := int((await reader.readline()).strip(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return body
 
 
 class ModelServer:
@@ -51,7 +65,7 @@ class ModelServer:
         self._thread = threading.Thread(target=self._run, name="model server", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __enter__(self) -> ModelServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._is_ready.wait(WAIT_S)
         return self
@@ -94,8 +108,7 @@ class ModelServer:
             with suppress(ConnectionError, asyncio.IncompleteReadError):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, path, _ = head[0].split(" ")
-                lengths = [one.split(":")[1] for one in head if "content-length" in one.lower()]
-                body = await reader.readexactly(int(lengths[0])) if lengths else b""
+                body = await _read_body(reader, head)
                 await self._route(writer, method, path, json.loads(body) if body else {})
                 await writer.drain()
         finally:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import grpc
 import grpc.aio
@@ -276,7 +276,7 @@ class Mesh:
         self.services: list[Service] = []
         self.http = httpx.Client(timeout=WAIT_S, trust_env=False)
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Self:
         try:
             for kind, count in self._service_counts.items():
                 for _ in range(count):

@@ -18,6 +18,8 @@ from batch_svc.app import BatchApp
 from batch_svc.config import BatchConfig
 from common.registry.registry import MemoryRegistry
 from common.service.base import ServiceApp
+from epp_svc.app import EppApp
+from epp_svc.config import EppConfig
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from indexer_svc.app import IndexerApp
@@ -105,6 +107,7 @@ def declared(registry: CollectorRegistry, service: str) -> Iterator[MetricInfo]:
 async def _registries() -> dict[str, CollectorRegistry]:
     """Returns the registry of each service."""
     frontend = FrontendApp(FrontendConfig(registry="memory"), registry=MemoryRegistry())
+    epp = EppApp(EppConfig(registry="memory"), registry=MemoryRegistry())
     router = RouterApp(RouterConfig(registry="memory"), registry=MemoryRegistry())
     indexer = IndexerApp(IndexerConfig(registry="memory"), registry=MemoryRegistry())
     worker = WorkerApp(WorkerConfig(registry="memory"), registry=MemoryRegistry())
@@ -115,12 +118,14 @@ async def _registries() -> dict[str, CollectorRegistry]:
         "indexer": indexer.metrics.registry,
         "worker": worker_registry(worker.runner),
         "batch": batch.metrics,
+        "epp": epp.metrics.registry,
     }
     members: dict[str, ServiceApp[Any]] = {
         "router": router,
         "indexer": indexer,
         "worker": worker,
         "batch": batch,
+        "epp": epp,
     }
     for name, app in members.items():
         app.add_member_metrics(registries[name])

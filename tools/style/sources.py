@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = (
     "common",
+    "epp_svc",
     "frontend_svc",
     "router_svc",
     "indexer_svc",

@@ -21,6 +21,8 @@ from tools.docs.markdown import slug
 from tools.docs.references.text import code, page, prose, table
 
 PROTOS: Final = Path(__file__).parents[3] / "protos"
+# The messages of protobuf itself.
+_WELL_KNOWN: Final = Path(protoc.__file__).parent / "_proto"
 _NOTE: Final = """Every gRPC port serves health and reflection, so `grpcurl ADDRESS list` works \
 without these files. [Security](../security.md#trust-boundaries) states which caller may send \
 what. A field without a mark may be absent: its value is then 0, an empty text or list."""
@@ -57,7 +59,13 @@ def _files() -> list[FileDescriptorProto]:
     """Returns the descriptors of all .proto files, with their comments."""
     names = sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
     with tempfile.NamedTemporaryFile(suffix=".binpb") as file:
-        arguments = [f"-I{PROTOS}", f"-o{file.name}", "--include_source_info", *names]
+        arguments = [
+            f"-I{PROTOS}",
+            f"-I{_WELL_KNOWN}",
+            f"-o{file.name}",
+            "--include_source_info",
+            *names,
+        ]
         if protoc.main(["protoc", *arguments]):
             raise RuntimeError(f"protoc cannot read {PROTOS}")
         return list(FileDescriptorSet.FromString(Path(file.name).read_bytes()).file)

@@ -13,7 +13,7 @@ from tools.style.sources import modules
 
 SERVICES: Final = (
     *("frontend_svc", "router_svc", "indexer_svc", "worker_svc", "batch_svc", "console_svc"),
-    *("meshctl", "common"),
+    *("epp_svc", "meshctl", "common"),
 )
 _NOTE: Final = """Each line of a log is a JSON object (`--log-format console` is for reading it \
 directly) with `event`, `level`, `timestamp`, `instance`, `name` and the fields of the event. \

@@ -8,6 +8,7 @@ from typing import Final
 from batch_svc.config import BatchConfig
 from common.runtime.config import FILE_SUFFIX, ConfigSetting, ServiceConfig, flag_name, settings_of
 from console_svc.config import ConsoleConfig
+from epp_svc.config import EppConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from router_svc.config import RouterConfig
@@ -21,6 +22,7 @@ SERVICES: Final[dict[str, type[ServiceConfig]]] = {
     "worker": WorkerConfig,
     "batch": BatchConfig,
     "console": ConsoleConfig,
+    "epp": EppConfig,
 }
 COLUMNS: Final = ("flag and variable", "value", "default", "meaning")
 # By the end of a name; the first that fits.

@@ -1,0 +1,219 @@
+"""Builds an endpoint picker from its parts.
+
+For the other members of a mesh a picker is a frontend: it has the models, a session with a router
+and a stream to each worker, by which it learns which of them respond. It serves no HTTP: its
+gateway does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from common.errors import Conflict, InvalidRequest, MeshError
+from common.registry.instances import Instance, Snapshot, SnapshotDiff
+from common.registry.registry import Registry, follow
+from common.request.placement import Decision, Query
+from common.rpc import channel as rpc
+from common.rpc.interceptors import RunningCalls
+from common.runtime.member_key import MemberKey
+from common.service.base import ServiceApp
+from common.service.lifecycle import Lifecycle, ServiceInfo
+from common.trials.trials import Trials
+from epp_svc.config import EppConfig
+from epp_svc.metrics import Metrics
+from epp_svc.placing import Placing
+from epp_svc.service import Picker
+from epp_svc.wire import SERVICE_NAME
+from frontend_svc.acknowledgement import Acknowledgement
+from frontend_svc.members import Members
+from frontend_svc.models import tokenizer_files
+from frontend_svc.models.artifacts import grpc_artifact_opener
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.loading import keep_loaded
+from frontend_svc.recent_requests import service as recent_requests
+from frontend_svc.recent_requests.ring import RecentRequests
+from frontend_svc.recent_requests.service import RecentRequestServicer
+from frontend_svc.request.local_placement import has_workers, place_locally
+from frontend_svc.routers.client import RouterClient
+from frontend_svc.routers.session import grpc_session_opener
+from frontend_svc.workers.client import EngineClient
+from frontend_svc.workers.transport import GrpcDialer
+from kvmesh.extproc.v1 import extproc_pb2 as pb
+from kvmesh.frontend.v1 import frontend_pb2_grpc
+
+# For the models to load before the port opens.
+START_S: Final = 1.0
+HEALTH_INTERVAL_S: Final = 0.1
+# Health of the port for gateways, by service. The first ones are SERVING while the picker is
+# routable, as the service "" is; the last one from the start on.
+READY_SERVICES: Final = (SERVICE_NAME, "readiness", "inference-extension")
+LIVE_SERVICE: Final = "liveness"
+
+
+class EppApp(ServiceApp[EppConfig]):
+    """One picker process; see `ServiceApp`."""
+
+    def __init__(
+        self,
+        config: EppConfig,
+        *,
+        instance_id: int | None = None,
+        member_key: MemberKey | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        super().__init__(
+            "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
+        )
+        self._rng = Random()
+        self._members, self._snapshot_changed = Members(), asyncio.Event()
+        self._models = ModelCatalog(
+            self._registry.get_card,
+            now_s=time.time,
+            mesh_key=config.mesh_key.encode(),
+            open_artifact=grpc_artifact_opener(self._security),
+            trials=Trials((tokenizer_files.PREPARE,)),
+        )
+        self._engines = EngineClient(
+            self.instance_id, GrpcDialer(self._security), stalled_s=self._stalled_s
+        )
+        self._router = RouterClient(
+            self.instance_id,
+            self._place_locally,
+            has_workers=lambda query: has_workers(self._members.snapshot, query),
+            open_session=grpc_session_opener(self._security),
+            rng=self._rng,
+            stalled_s=self._stalled_s,
+        )
+        self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
+        self._placing = Placing(self._router, self._models, self._engines, config.fallbacks)
+        self.metrics = Metrics(lambda: self._picker.open_requests, lambda: self._router.unrouted)
+        self._picker = Picker(self._placing, self.metrics, config)
+        self._gateway_calls = RunningCalls()
+        self._gateway_server = rpc.server(calls=self._gateway_calls)
+        self.ext_proc_address = ""
+
+    async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
+        self._bind(lifecycle, [recent_requests.SERVICE_NAME], has_streams=False)
+        # Operators read the requests of all frontends: a picker sees no responses, and has none.
+        frontend_pb2_grpc.add_RecentRequestServiceServicer_to_server(
+            RecentRequestServicer(RecentRequests(0, self._members)), self._server
+        )
+        client_started, models_loaded = asyncio.Event(), asyncio.Event()
+        lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
+        await client_started.wait()
+        registry_watch = follow(self._registry, self._config.namespace, self._on_snapshot)
+        lifecycle.spawn(registry_watch, name="registry watch")
+        models = keep_loaded(self._models, self._snapshot_changed, models_loaded)
+        lifecycle.spawn(models, name="models")
+        lifecycle.spawn(self._router.run(), name="router session")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                await models_loaded.wait()
+        self._serve_metrics(self.metrics.registry)
+        await self._serve_gateways(lifecycle)
+        await self._server.start()
+        return self._info(ext_proc=self.ext_proc_address)
+
+    async def _serve_gateways(self, lifecycle: Lifecycle) -> None:
+        config = self._config
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._picker.process,
+            request_deserializer=pb.ProcessingRequest.FromString,
+            response_serializer=pb.ProcessingResponse.SerializeToString,
+        )
+        service = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": handler})
+        self._gateway_server.add_generic_rpc_handlers((service,))
+        rpc.add_health(self._gateway_server, lifecycle.health.servicer)
+        port = self._bind_gateways()
+        self.ext_proc_address = rpc.join_address(
+            config.advertise_host or config.ext_proc_host, port
+        )
+        for name in READY_SERVICES:
+            await lifecycle.health.set(name, False)
+        await lifecycle.health.set(LIVE_SERVICE, True)
+        lifecycle.spawn(self._follow_health(lifecycle), name="health for gateways")
+        await self._gateway_server.start()
+
+    def _bind_gateways(self) -> int:
+        """Returns the port for gateways. Raises InvalidRequest for certificates that cannot be
+        read, and Conflict if the address cannot be bound."""
+        config = self._config
+        rpc.check_bindable(config.ext_proc_host, config.ext_proc_port, "ext_proc_port")
+        address = rpc.join_address(config.ext_proc_host, config.ext_proc_port)
+        try:
+            if (credentials := _credentials(config)) is None:
+                return self._gateway_server.add_insecure_port(address)
+            return self._gateway_server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            text = f"cannot bind {address}: {error}"
+            raise Conflict(text, field="ext_proc_port", reason="ADDRESS_IN_USE") from error
+
+    async def _follow_health(self, lifecycle: Lifecycle) -> None:
+        """Reports to gateways whether the picker is routable, as `""` does to other peers."""
+        was_routable = False
+        while True:
+            is_routable = self.routable.is_routable
+            if is_routable != was_routable:
+                was_routable = is_routable
+                for name in READY_SERVICES:
+                    await lifecycle.health.set(name, is_routable)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
+        return await self._peers.reason_against(member_id, is_leaving)
+
+    def _own_need(self, peer: Instance) -> str:
+        return self._peers.own_need(peer)
+
+    def _is_in_progress(self, peer: Instance) -> bool:
+        return self._peers.is_in_progress(peer)
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Refuses new streams of gateways, waits for the open ones, then stops the other port."""
+        names = await rpc.stop(self._gateway_server, grace_s, self._gateway_calls)
+        return [*names, *await rpc.stop(self._server, 0.5, self._calls)]
+
+    async def close(self) -> None:
+        await self._gateway_server.stop(None)
+        await super().close()
+
+    async def _run_engine_client(self, client_started: asyncio.Event) -> None:
+        """Owns the streams to workers: the task that opens them also ends them."""
+        async with self._engines:
+            client_started.set()
+            await asyncio.get_running_loop().create_future()
+
+    def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
+        self._members.on_snapshot(snapshot, changes)
+        self._engines.on_snapshot(snapshot, changes)
+        self._models.on_snapshot(snapshot, changes)
+        self._router.on_snapshot(snapshot, changes)
+        self._snapshot_changed.set()
+
+    def _place_locally(self, query: Query) -> Decision | MeshError:
+        open_picks = dict(self._placing.open_picks)
+        return place_locally(self._members.snapshot, open_picks, query, self._rng)
+
+
+def _credentials(config: EppConfig) -> grpc.ServerCredentials | None:
+    """Returns the certificates of the port for gateways; None: it has no TLS. Raises
+    InvalidRequest with the setting of a file that cannot be read."""
+    contents: list[bytes | None] = []
+    for name in ("ext_proc_tls_key_path", "ext_proc_tls_cert_path", "ext_proc_tls_ca_path"):
+        path = getattr(config, name)
+        try:
+            contents.append(None if path is None else path.read_bytes())
+        except OSError as error:
+            raise InvalidRequest(f"{path} cannot be read: {error.strerror}", name) from error
+    key, cert, ca = contents
+    if key is None or cert is None:
+        return None
+    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
