@@ -9,7 +9,8 @@
 - `no_reuse_vs_least_loaded`: kv on prompts that share nothing;
 - `slow_worker_p99`: p99 with one of 8 workers at a quarter of the speed / without;
 - `routers4_hit`, `routers4_ttft`: 4 routers / one router, arrivals spread; `routers8_*` likewise,
-  `routers4_late_ttft` at ten times the lags; `approx4_*` without KV events (`kv_approx`).
+  `routers4_late_ttft` at ten times the lags; `approx4_*` without KV events (`kv_approx`);
+- `hints_*`: see `replay_hints.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import replay_hints
 from replay.mesh import MeshSettings, ReplayMesh
 from replay.policies import POLICIES
 from replay.report import Summary, summarize
@@ -100,15 +102,37 @@ def execute(run: Run, requests_max: int | None) -> Summary:
     return summarize(run.policy, run.routers, result)
 
 
-def geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+# Workload of the cases with conversations -> prefix of their keys.
+HINT_WORKLOADS = {"conversation": "hints_", "sessions": "hints_sessions_"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--requests", type=int, help="at most so many of each workload")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    args = parser.parse_args()
+def _workload(name: str) -> Workload:
+    return next(workload for workload in WORKLOADS if workload.name == name)
+
+
+def _execute_hints(
+    workload: str, sight: str, with_hints: bool, requests_max: int | None
+) -> Summary:
+    requests = _workload(workload).read(requests_max)
+    return replay_hints.execute(requests, replay_hints.SIGHTS[sight], with_hints=with_hints)
+
+
+def _run_hints(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str, float]:
+    """Prints the table of the cases with conversations; returns their figures."""
+    cases = [
+        (workload, sight, with_hints)
+        for workload in HINT_WORKLOADS
+        for sight in replay_hints.SIGHTS
+        for with_hints in (False, True)
+    ]
+    futures = {case: pool.submit(_execute_hints, *case, requests_max) for case in cases}
+    found = {case: future.result() for case, future in futures.items()}
+    sys.stdout.write(replay_hints.table(found, list(HINT_WORKLOADS)))
+    return replay_hints.figures(found, HINT_WORKLOADS)
+
+
+def _run_policies(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str, float]:
+    """Prints the table of the policies; returns their figures."""
     runs: dict[object, Run] = {(w.name, p): Run(w, p) for w in WORKLOADS for p in COMPARED}
     conversation = WORKLOADS[0]
     runs |= {
@@ -121,11 +145,32 @@ def main() -> None:
         "approx4": Run(conversation, "kv_approx", routers=4, is_spread=True),
         "without_slow_worker": Run(WITHOUT_SLOW_WORKER),
     }
-    with ProcessPoolExecutor(args.processes) as pool:
-        futures = {key: pool.submit(execute, run, args.requests) for key, run in runs.items()}
-        found = {key: future.result() for key, future in futures.items()}
+    futures = {key: pool.submit(execute, run, requests_max) for key, run in runs.items()}
+    found = {key: future.result() for key, future in futures.items()}
     sys.stdout.write(_table(found))
-    sys.stdout.write(json.dumps(_figures(found)) + "\n")
+    return _figures(found)
+
+
+_CASES = {"policies": _run_policies, "hints": _run_hints}
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--requests", type=int, help="at most so many of each workload")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    names = ", ".join(_CASES)
+    parser.add_argument("--cases", default=",".join(_CASES), help=f"which of {names}; all")
+    args = parser.parse_args()
+    found: dict[str, float] = {}
+    with ProcessPoolExecutor(args.processes) as pool:
+        for name in args.cases.split(","):
+            found |= _CASES[name](pool, args.requests)
+    figures = {name: round(value, 3) for name, value in found.items()}
+    sys.stdout.write(json.dumps(figures) + "\n")
 
 
 def _ttft(found: dict[object, Summary], workload: str, policy: str) -> float:
@@ -166,7 +211,7 @@ def _figures(found: dict[object, Summary]) -> dict[str, float]:
         reference = found[single]
         figures[f"{name}_hit"] = found[name].hit_rate / reference.hit_rate
         figures[f"{name}_ttft"] = found[name].ttft_mean_s / reference.ttft_mean_s
-    return {name: round(value, 3) for name, value in figures.items()}
+    return figures
 
 
 if __name__ == "__main__":

@@ -65,6 +65,15 @@ class MeshSettings:
     rules: Policy = DEFAULT_POLICY
     """Queue and bypass of the routers."""
 
+    with_hints: bool = False
+    """Requests name their conversation."""
+
+    is_tokenized: bool = True
+    """False: bodies pass through, so that routers see neither their length nor their blocks."""
+
+    has_indexer: bool = True
+    """False: routers receive no KV events."""
+
     seed: int = 1
 
 
@@ -113,17 +122,23 @@ class ReplayResult:
 class ReplayIndex:
     """The index that all routers follow."""
 
-    def __init__(self, workers: int, rows_max: int | None = None) -> None:
+    def __init__(
+        self, workers: int, rows_max: int | None = None, *, has_indexer: bool = True
+    ) -> None:
+        """has_indexer: False: it stays empty."""
         self._index = PrefixIndex(rows_max)
+        self._has_indexer = has_indexer
         self._sources = [self._add(number) for number in range(workers)]
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
         return self._index.match(hashes_from_bytes(query.prefix_hashes))
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        return IndexStatus("exact")
+        return IndexStatus("exact" if self._has_indexer else "none")
 
     def apply(self, worker: int, changes: Sequence[KvChange], now: float) -> None:
+        if not self._has_indexer:
+            return
         source = self._sources[worker]
         for change in changes:
             hashes: Hashes = np.array(change.hashes, dtype=np.uint64)
@@ -171,7 +186,7 @@ class ReplayMesh:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_count = 0
         self._rng = Random(settings.seed)
-        self._index = ReplayIndex(settings.workers)
+        self._index = ReplayIndex(settings.workers, has_indexer=settings.has_indexer)
         self._reports: dict[Placement, Load] = {}
         self._last_sent: dict[int, tuple[float, Load]] = {}
         self._workers = [self._make_worker(number) for number in range(settings.workers)]
@@ -232,13 +247,11 @@ class ReplayMesh:
     # Requests.
 
     def _arrive(self, number: int, request: TraceRequest) -> Outcome:
-        now, block_size = self._now, self._settings.worker.block_size
+        now = self._now
         peer_number = self._rng.randrange(len(self._peers))
         peer = self._peers[peer_number]
-        hashes = prompt_hashes(request, block_size)
-        query = Query(
-            MODEL, request.input_tokens, hashes_to_bytes(hashes), int(len(hashes) > 0), block_size
-        )
+        hashes = prompt_hashes(request, self._settings.worker.block_size)
+        query = self._query(request, hashes)
         key = BookingKey(peer_number + 1, str(number), 0)
         outcome = Outcome(now, request.input_tokens, request.output_tokens)
         active = _Active(number, request, hashes, outcome, key, peer_number)
@@ -252,6 +265,14 @@ class ReplayMesh:
         else:
             self._start(active, placed.decision)
         return outcome
+
+    def _query(self, request: TraceRequest, hashes: Hashes) -> Query:
+        settings = self._settings
+        query = Query(MODEL, affinity_key=request.session if settings.with_hints else 0)
+        if settings.is_tokenized:
+            query.total_tokens, query.block_size = request.input_tokens, settings.worker.block_size
+            query.prefix_hashes, query.hash_scheme = hashes_to_bytes(hashes), int(len(hashes) > 0)
+        return query
 
     def _start(self, active: _Active, decision: Decision) -> None:
         """Sends a placed request to its workers."""

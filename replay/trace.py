@@ -23,16 +23,20 @@ from pathlib import Path
 
 # Names of blocks that no other prompt has. Ids of traces are below.
 PRIVATE_NAMES = 1 << 48
+# Full blocks that a prompt must have to be continued: fewer may be an instruction of many.
+SESSION_BLOCKS_MIN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """at_s: arrival in seconds. hash_ids: of the full blocks of the prompt; the rest is private."""
+    """at_s: arrival in seconds. hash_ids: of the full blocks of the prompt; the rest is private.
+    session: number of its conversation, from 1; 0: unknown."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
+    session: int = 0
 
 
 class TraceError(Exception):
@@ -83,6 +87,25 @@ def _read_csv(lines: Iterable[str]) -> Iterator[TraceRequest]:
         yield TraceRequest(
             stamp, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"]))
         )
+
+
+def with_sessions(requests: Sequence[TraceRequest], block_size: int) -> list[TraceRequest]:
+    """Returns the requests with the conversations that their prompts show: a prompt that begins
+    with all full blocks of an earlier one, at least SESSION_BLOCKS_MIN of them, is its next turn.
+    """
+    ends: dict[int, int] = {}
+    found: list[TraceRequest] = []
+    sessions = 0
+    for request in requests:
+        full = request.hash_ids[: request.input_tokens // block_size]
+        end = next((name for name in reversed(full) if name in ends), None)
+        if end is None:
+            sessions += 1
+        session = sessions if end is None else ends.pop(end)
+        if len(full) >= SESSION_BLOCKS_MIN:
+            ends[full[-1]] = session
+        found.append(replace(request, session=session))
+    return found
 
 
 def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:

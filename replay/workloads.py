@@ -40,11 +40,17 @@ class _Draws:
         return times
 
     def request(
-        self, at_s: float, prefix: tuple[int, ...], new_tokens: int, output_tokens: int
+        self,
+        at_s: float,
+        prefix: tuple[int, ...],
+        new_tokens: int,
+        output_tokens: int,
+        session: int = 0,
     ) -> TraceRequest:
         """Returns a prompt of a known prefix and new tokens of its own."""
         ids = prefix + self.blocks(new_tokens // BLOCK)
-        return TraceRequest(at_s, len(prefix) * BLOCK + max(1, new_tokens), output_tokens, ids)
+        tokens = len(prefix) * BLOCK + max(1, new_tokens)
+        return TraceRequest(at_s, tokens, output_tokens, ids, session)
 
 
 def no_reuse(draws: _Draws, number: int, rate: float = 9.4) -> list[TraceRequest]:
@@ -78,11 +84,12 @@ def sessions(
 ) -> list[TraceRequest]:
     """Returns conversations of `turns` turns on average: each prompt repeats the previous ones."""
     requests: list[TraceRequest] = []
-    for start_s in draws.arrivals(rate / turns, max(1, number // turns)):
+    starts = draws.arrivals(rate / turns, max(1, number // turns))
+    for session, start_s in enumerate(starts, 1):
         prefix, at_s = draws.blocks(4), start_s
         for _ in range(max(1, round(draws.rng.expovariate(1 / turns)))):
             new, output = draws.tokens(turn_tokens), draws.tokens(output_tokens)
-            request = draws.request(at_s, prefix, new, output)
+            request = draws.request(at_s, prefix, new, output, session)
             requests.append(request)
             prefix = request.hash_ids
             at_s += output * 0.012 + draws.rng.expovariate(1 / pause_s)

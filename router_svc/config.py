@@ -133,6 +133,9 @@ class RouterConfig(ServiceConfig):
     held_block_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.held_block_weight
     """Cost of a block held while decoding, in blocks queued. Raise it if engines preempt when
     full."""
+    affinity_weight: Share = DEFAULT_COST_SETTINGS.affinity_weight
+    """Share of a conversation's last prompt that counts as cached at its worker, if the client
+    names the conversation and no index reports the cache. 0: such hints have no effect."""
     recent_miss_weight: NonNegativeFloat = DEFAULT_COST_SETTINGS.recent_miss_weight
     """Weight of a worker's recent prefill work in its cost. 0: an idle worker that has a common
     prefix attracts all prompts with it."""

@@ -18,6 +18,7 @@ from common.request.placement import Query
 from common.service.histogram import SingleThreadHistogram
 from common.service.state_metrics import Reading, StateCollector, gauge
 from router_svc.core.decision import DecisionRecord
+from router_svc.core.key_affinity import KEY_OUTCOMES
 from router_svc.core.pairing import BYPASS_REASONS
 from router_svc.core.placement import FALLBACK_REASONS
 from router_svc.core.query import block_size_of, bookable_decode_blocks
@@ -86,6 +87,8 @@ class Metrics:
             self._bypasses[record.bypass].inc()
         if record.affinity:
             self._affinity[record.affinity].inc()
+        if record.key_affinity:
+            self._key_affinity[record.key_affinity].inc()
 
     def unclaimed(self, kind: str) -> None:
         """Records a report about a booking that had no effect: one of UNCLAIMED_KINDS."""
@@ -115,6 +118,8 @@ class Metrics:
         self._bypasses = self._counters("prefill_bypasses", text, "reason", BYPASS_REASONS)
         text = "Placed requests with a session, by outcome for its placement."
         self._affinity = self._counters("affinity", text, "outcome", AFFINITY_OUTCOMES)
+        text = "Placed requests whose client names their conversation, by outcome for its worker."
+        self._key_affinity = self._counters("key_affinity", text, "outcome", KEY_OUTCOMES)
         text = "Requests rejected because the admission queue was full, by limit reached."
         self._queue_full = self._counters("queue_full", text, "limit", QUEUE_LIMITS)
         text = "Reports about bookings that the router does not own or could not add, by kind."
@@ -193,6 +198,8 @@ def _read_router(router: Router, now: float) -> Iterator[Reading]:
     yield gauge("stale_reports", text, tracker.ranks.stale_report_count(now))
     yield gauge("workers", "Workers that serve a model.", router.fleet.worker_count)
     yield gauge("affinity_bindings", "Client sessions placed on a worker.", len(affinity))
+    text = "Conversations that clients name, placed on a worker and not evicted."
+    yield gauge("affinity_keys", text, len(router.key_affinity))
     text = "Session records evicted for lack of capacity, since the start."
     yield gauge("affinity_evicted", text, affinity.evicted)
     text = (

@@ -83,6 +83,7 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         message.session_id,
         message.session_revision,
         message.lora_name,
+        message.affinity_key,
     )
 
 
@@ -195,6 +196,7 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
         session_id=booking.session_id,
         session_revision=booking.session_revision,
         lora_name=booking.lora_name,
+        affinity_key=booking.affinity_key,
     )
 
 

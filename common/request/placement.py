@@ -78,6 +78,10 @@ class Query:
     """It runs on idle capacity only: below every level of `strict_priority`, and not before a rank
     has room (`router_svc/core/eligibility.py`)."""
 
+    affinity_key: U64 = 0
+    """Hash of what names the client's conversation, with tenant and model. Its requests prefer one
+    rank. 0: none."""
+
 
 @dataclass(slots=True)
 class Decision:

@@ -60,6 +60,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
+from frontend_svc.request.conversation import affinity_key
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementRequest, new_placement
 from frontend_svc.request.types import RequestOutcome, RequestPlan
@@ -265,9 +266,10 @@ class PostEndpoint(ABC, Generic[P]):
         request: PreprocessedRequest,
         nvext: Nvext | None,
         hasher: PrefixHasher | None = None,
+        conversation: bytes = b"",
     ) -> PlacementRequest:
         """Returns the request for the placement of a prompt. model: the name that routers see.
-        hasher: of the prompt; None: it gets no hashes."""
+        hasher: of the prompt; None: it gets no hashes. conversation: see `conversation_name`."""
         query = Query(
             model,
             len(request.token_ids),
@@ -276,6 +278,7 @@ class PostEndpoint(ABC, Generic[P]):
             tenant=context.caller.tenant,
             tenant_weight=context.caller.limits.weight,
             is_background=context.is_background,
+            affinity_key=affinity_key(context.caller.tenant, request.model, conversation),
         )
         prompt, _ = request.routing_tokens()
         arrived_at = asyncio.get_running_loop().time()

@@ -64,6 +64,10 @@ class ParsedBody:
     omitted_tools: Sequence[str] = ()
     """Types of the tools that are left out because no server here runs them."""
 
+    continued: str | None = None
+    """The request of the first response of a stored conversation; "": this one begins it; None:
+    nothing is continued or stored."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedBody:

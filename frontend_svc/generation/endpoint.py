@@ -43,6 +43,7 @@ from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
 from frontend_svc.openai.body.tool_calls import plan_tools
 from frontend_svc.openai.output.completion_objects import completion_json
 from frontend_svc.openai.output.extension import ResponseExtension, make_extension
+from frontend_svc.request.conversation import conversation_name
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 from frontend_svc.text.api_format import ApiFormat, ChoiceRecorder, RecordedFormat
@@ -79,7 +80,9 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         extension = _extension(prepared, info)
         api_format = body.make_format(info)
         is_query_only = extension is not None and extension.is_query_only
-        plans = self._plans(context, prepared, is_query_only=is_query_only)
+        named = context.request_id if body.continued == "" else body.continued
+        conversation = conversation_name(context.headers, prepared.body.prompt_cache_key, named)
+        plans = self._plans(context, prepared, conversation, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
         form = None if is_query_only else _form(prepared)
         has_constraint = form is not None and form.guided is not None
@@ -161,14 +164,21 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         return [add_media(request, media, model.card.media, block_size) for request in requests]
 
     def _plans(
-        self, context: HttpRequest, prepared: PreparedBody, *, is_query_only: bool
+        self,
+        context: HttpRequest,
+        prepared: PreparedBody,
+        conversation: bytes,
+        *,
+        is_query_only: bool,
     ) -> list[tuple[RequestPlan, PlacementRequest]]:
         """Returns the request to workers of each choice."""
         body, model = prepared.body, prepared.model
         plans: list[tuple[RequestPlan, PlacementRequest]] = []
         for request in prepared.requests:
             hasher = model.hasher_for(request.routing)
-            placement = self.make_placement(context, model.base, request, body.nvext, hasher)
+            placement = self.make_placement(
+                context, model.base, request, body.nvext, hasher, conversation
+            )
             if is_query_only:
                 placement = replace(placement, is_query_only=True)
             for number in range(body.choices_per_prompt):

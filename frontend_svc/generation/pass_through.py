@@ -1,6 +1,7 @@
 """Pass-through bodies, which go to a worker unchanged, and the chunks of the response (pure).
 
-The gateway reads only `model` and `stream` of such a body; the worker validates the rest. A worker
+The gateway reads only `model`, `stream` and `prompt_cache_key` of such a body; the worker validates
+the rest. A worker
 always sends OpenAI chunks. For a client that did not request a stream, `merge_chunks` merges them
 into one object.
 """
@@ -30,11 +31,12 @@ Json = Any
 @dataclass(frozen=True, slots=True)
 class PassThroughRequest:
     """A pass-through body: the fields that the gateway reads, and its bytes. nvext: hints of the
-    request's headers; the worker reads those of the body."""
+    request's headers; the worker reads those of the body. cache_key: `prompt_cache_key`."""
 
     model: str
     is_stream: bool
     json: bytes
+    cache_key: str | None = None
     nvext: Nvext | None = None
 
 
@@ -46,7 +48,10 @@ def read_body(raw: bytes) -> PassThroughRequest:
         raise InvalidRequest("'model' must be a non-empty string.", "model")
     if not isinstance(stream, bool | None):
         raise InvalidRequest("'stream' must be true or false.", "stream")
-    return PassThroughRequest(model, stream is True, raw)
+    cache_key = body.get("prompt_cache_key")
+    return PassThroughRequest(
+        model, stream is True, raw, cache_key if isinstance(cache_key, str) else None
+    )
 
 
 def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:

@@ -23,6 +23,7 @@ from frontend_svc.models.model_watch import Table
 from frontend_svc.openai.body.headers import read_headers
 from frontend_svc.openai.body.preprocessing import routing_hints
 from frontend_svc.openai.output.sse import ChunkKind
+from frontend_svc.request.conversation import conversation_name
 from frontend_svc.request.types import PassThroughPayload
 
 # A passed-through body takes no rank: workers accept one only next to token ids.
@@ -67,7 +68,13 @@ class PassThroughEndpoint(PostEndpoint[PassThroughRequest]):
         context.caller.confine(empty_request)
         plan = replace(self.make_plan(context, empty_request), body=payload)
         # The frontend has no token count, so the router balances these requests by number.
-        placement = self.make_placement(context, body.model, empty_request, body.nvext)
+        placement = self.make_placement(
+            context,
+            body.model,
+            empty_request,
+            body.nvext,
+            conversation=conversation_name(context.headers, body.cache_key),
+        )
         plans = [(plan, placement)]
         with open_requests(self._dependencies, context, plans, meter) as ((_, buffer),):
             if body.is_stream:

@@ -21,7 +21,7 @@ from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.responses.events import ResponsesFormat
-from frontend_svc.responses.ids import response_id, response_of_item
+from frontend_svc.responses.ids import request_of, response_id, response_of_item
 from frontend_svc.responses.queries import (
     ItemsQuery,
     ResponseQuery,
@@ -71,7 +71,20 @@ class ResponsesApi:
         def make_format(info: ResponseInfo) -> ApiFormat:
             return self._format(request, info, earlier, new_items, tenant, chat.chat_tools.names)
 
-        return ParsedBody(chat, make_format, omitted_tools=chat.chat_tools.omitted)
+        return ParsedBody(
+            chat,
+            make_format,
+            omitted_tools=chat.chat_tools.omitted,
+            continued=self._first_request(request, earlier),
+        )
+
+    def _first_request(self, request: ResponsesRequest, earlier: tuple[bytes, ...]) -> str | None:
+        """Returns `ParsedBody.continued`. Ids of items name their response, unless a client chose
+        them."""
+        if request.previous_response_id is None:
+            return None if self.stored is None or request.store is False else ""
+        responses = (response_of_item(orjson.loads(item)["id"]) for item in earlier)
+        return request_of(next(filter(None, responses), request.previous_response_id))
 
     def _format(
         self,

@@ -19,6 +19,12 @@ def response_id(request_id: str, frontend_id: int) -> str:
     return f"resp_{request_id}{frontend_id:016x}"
 
 
+def request_of(response_id: str) -> str:
+    """Returns the id of the request of a response, or whatever has another form."""
+    match = _RESPONSE_ID.fullmatch(response_id)
+    return response_id if match is None else response_id[5:37]
+
+
 def frontend_of(response_id: str) -> int | None:
     """Returns the frontend that stores a response; None if this is no id of a response."""
     match = _RESPONSE_ID.fullmatch(response_id)

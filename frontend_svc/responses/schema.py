@@ -9,9 +9,9 @@ Honoured
   previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions, and
   namespaces of functions), tool_choice (none, auto, required, a function), parallel_tool_calls,
   text.format (text, json_object, json_schema), reasoning.effort (as reasoning_effort of a chat),
-  metadata (returned), nvext and chat_template_kwargs, as in a chat
+  metadata (returned), prompt_cache_key, nvext and chat_template_kwargs, as in a chat
 Accepted, because they cannot change the response
-  user, safety_identifier, prompt_cache_key, max_tool_calls (it limits built-in tools),
+  user, safety_identifier, max_tool_calls (it limits built-in tools),
   id, status and phase of items, logprobs of parts, tools[].defer_loading (all functions are in the
   prompt), and `CallerFields` of `openai/body/ignored.py`
 Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if other tools remain
@@ -40,6 +40,7 @@ from frontend_svc.openai.body.fields import (
     LIST,
     MESSAGES_MAX,
     MODEL_CHARS_MAX,
+    NO_RETENTION,
     OBJECT,
     OPENAI_HOSTED_TOOLS,
     PARTS_MAX,
@@ -47,6 +48,7 @@ from frontend_svc.openai.body.fields import (
     TOOLS_MAX,
     WRONG_TYPE,
     AtLeastOne,
+    CacheKey,
     FunctionName,
     HostedTool,
     StrictModel,
@@ -331,7 +333,7 @@ class ResponsesRequest(CallerFields):
 
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: CacheKey | None = None
     max_tool_calls: AtLeastOne | None = None
 
     include: Include | None = None
@@ -340,9 +342,7 @@ class ResponsesRequest(CallerFields):
     service_tier: Annotated[object, refuse("there is only one service tier", "auto", "default")] = (
         None
     )
-    prompt_cache_retention: Annotated[
-        object, refuse("caches are kept in memory", "in_memory", "in-memory")
-    ] = None
+    prompt_cache_retention: Annotated[object, refuse(NO_RETENTION, "in_memory", "in-memory")] = None
     top_logprobs: Annotated[object, refuse("log probabilities are not available here", 0)] = None
     conversation: Annotated[object, refuse("use previous_response_id")] = None
     prompt: Annotated[object, refuse("there are no prompt templates")] = None

@@ -51,6 +51,7 @@ class HeldBookings:
             session_id="" if session is None else session.session_id,
             session_revision=session_revision,
             lora_name=lora_name or "",
+            affinity_key=query.affinity_key,
         )
         dataclass_to_proto(decision.worker, booking.worker)
         if decision.prefill is not None:

@@ -51,6 +51,9 @@ class Booking:
     lora_name: str = ""
     """The session's adapter."""
 
+    affinity_key: int = 0
+    """Of the query; 0: none."""
+
     @property
     def session(self) -> tuple[str, str, str]:
         return self.model, self.session_id, self.lora_name

@@ -41,6 +41,11 @@ whole stays; if all compute equally much, the term is the same for all. The refe
 not the minimum: one worker that computes nothing (a stuck one, for example) changes the terms of
 the others little, and equally.
 
+Affinity keys. If a query has an affinity key (`key_affinity`), on_device of the rank that computed
+the last prompt of the key is at least affinity_weight times the blocks of that prompt, unless the
+index reports the cache of the rank exactly. A prompt of unknown length has UNKNOWN_PROMPT_TOKENS
+then.
+
 Reused. Bookings contain counts and no hash lists, so all blocks of each request are counted, also
 shared ones. With `assume_kv_reuse`, blocks of the prompt that w holds count as in use already, up
 to D: reused = min(D, blocks held), else 0. It is off by default (Dynamo: on, with exact hash
@@ -111,6 +116,9 @@ class CostSettings:
 
     held_block_weight: float = 0.02
     """Weight of a held block for the selector `kv`, in queued blocks."""
+
+    affinity_weight: float = 1.0
+    """Share of the last prompt of an affinity key that counts as cached at its rank."""
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
         """Returns the settings for one request. Raises InvalidRequest for a field out of range,

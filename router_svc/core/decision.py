@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.request.placement import Decision, Query
 from router_svc.core.booking import Booking, BookingKey
 from router_svc.core.explain import CandidateRow, LegRecord, record_leg
+from router_svc.core.key_affinity import key_outcome
 from router_svc.core.overlap import Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, ServingPlan, cached_tokens
@@ -35,6 +36,9 @@ class DecisionRecord:
 
     affinity: str = ""
     """One of `sessions.AFFINITY_OUTCOMES`, or empty."""
+
+    key_affinity: str = ""
+    """One of `key_affinity.KEY_OUTCOMES`, or empty."""
 
     legs: tuple[LegRecord, ...] = field(default=(), compare=False)
     """What `considered` shows."""
@@ -65,6 +69,10 @@ def make_decision(
     reasons = _reasons(query, plan, overlaps, selector)
     if affinity:
         reasons.append(f"session {affinity}")
+    key_affinity = ""
+    if query.affinity_key:
+        key_affinity = key_outcome(attempt.key_home, at.placement)
+        reasons.append(f"affinity key {key_affinity}")
     if queued_s is not None:
         reasons.append(f"queued for {queued_s * 1000:.0f} ms")
     decision = Decision(
@@ -88,6 +96,7 @@ def make_decision(
         fallback=plan.fallback,
         bypass=plan.bypass,
         affinity=affinity,
+        key_affinity=key_affinity,
         legs=tuple([record_leg(leg, overlaps, considered_max) for leg in legs]),
     )
 
@@ -108,6 +117,7 @@ def booking_of(key: BookingKey, query: Query, decision: Decision, generation: in
         session_id=control.session_id if control is not None and has_session else "",
         session_revision=decision.session_revision,
         lora_name=lora_name,
+        affinity_key=query.affinity_key,
     )
 
 

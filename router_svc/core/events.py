@@ -47,6 +47,8 @@ class RouterEvents:
         # The flag of a removal: this router owned the booking.
         self.booking_added: Event[[Booking]] = Event()
         self.booking_removed: Event[[Booking, bool]] = Event()
+        # A booking with an affinity key was added, for whichever router owns it.
+        self.key_placed: Event[[Booking]] = Event()
         # A newer session of the same frontend superseded this frontend session.
         self.frontend_session_superseded: Event[[int]] = Event()
         # A prompt was sent to a rank and made approximate entries of its cache here.

@@ -360,6 +360,8 @@ class LoadTracker:
         self.ranks.discard_if_empty(booking.prefill)
         if booking.session_id:
             self.events.booking_added(booking)
+        if booking.affinity_key:
+            self.events.key_placed(booking)
         return entry
 
     def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:

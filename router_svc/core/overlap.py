@@ -166,11 +166,11 @@ class Overlaps:
                 for placement, depth in self.predicted.depths(query, self._ranks_max):
                     known = found.get(placement)
                     if (known is None or known[1] < depth) and placement[0] in event_workers:
-                        found[placement] = _raised_match(known, placement, depth)
+                        found[placement] = raised_match(known, placement, depth)
         if approximate_workers and self.approximate is not None:
             for placement, depth in self.approximate.depths(query, self._ranks_max):
                 if placement[0] in approximate_workers:
-                    found[placement] = _raised_match(None, placement, depth)
+                    found[placement] = raised_match(None, placement, depth)
         return found
 
     def record_placement(self, query: Query, placement: Placement, now: float) -> bool:
@@ -223,7 +223,7 @@ class Overlaps:
         return "none" if self.settings.kind == "none" else worker.kv_index
 
 
-def _raised_match(known: SourceMatch | None, placement: Placement, depth: int) -> SourceMatch:
+def raised_match(known: SourceMatch | None, placement: Placement, depth: int) -> SourceMatch:
     """Returns the match of a rank with at least `depth` blocks on each tier."""
     if known is None:
         return SourceMatch(Source(*placement), depth, depth, depth)

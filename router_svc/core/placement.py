@@ -54,6 +54,7 @@ from router_svc.core.eligibility import (
 )
 from router_svc.core.explain import LegPlan
 from router_svc.core.fleet import Fleet
+from router_svc.core.key_affinity import KeyHome
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.pairing import TransferDomain, decode_partners, pairable
 from router_svc.core.policy import Policy
@@ -171,6 +172,8 @@ class PlacementAttempt:
     session_constraint: SessionConstraint | None = None
     prefers_capacity: bool = False
     is_whole: bool = False
+    key_home: KeyHome | None = None
+    """Where the affinity key of the query was last placed; None: unknown, or no key."""
 
     def plan(self) -> ServingPlan:
         """Returns the plan of the first serving mode that is open and not full, else of the first
@@ -479,9 +482,13 @@ class PlacementAttempt:
             self.cost_settings.for_decode_leg() if leg == "decode" else self.cost_settings,
             planner.recent_prefill,
         )
+        home = self.key_home
+        if home is not None and home.blocks and leg != "decode":
+            view.key_home = home
         offered = kept
         if not self.is_whole and planner.selector.name in COST_SELECTORS:
-            offered = planner.shortlist.choose(kept, self.matches, self.rng)
+            preferred = None if view.key_home is None else view.key_home.placement
+            offered = planner.shortlist.choose(kept, self.matches, self.rng, preferred)
         try:
             choice = planner.selector.select(query, offered, view, self.rng)
             chosen = choice.candidate

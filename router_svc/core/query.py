@@ -11,6 +11,8 @@ from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 # Tokens per block if neither the query nor the worker reports them.
 DEFAULT_BLOCK_SIZE = 16
 HASH_BYTES = 8
+# Length at which a prompt that the frontend does not tokenize counts, if it has an affinity key.
+UNKNOWN_PROMPT_TOKENS = 8192
 
 
 def validate_query(query: Query) -> None:

@@ -25,12 +25,14 @@ from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPref
 from router_svc.core.decision import CONSIDERED_MAX, DecisionRecord, booking_of, make_decision
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
 from router_svc.core.fleet import Fleet
+from router_svc.core.key_affinity import KeyAffinity, KeyHome
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import (
+    UNKNOWN_PROMPT_TOKENS,
     block_size_of,
     bookable_decode_blocks,
     bookable_prefill_tokens,
@@ -77,6 +79,7 @@ class Router:
         self.affinity = SessionAffinity(
             policy.session_ttl_s, policy.session_mode, epoch_s=epoch_s, events=self.events
         )
+        self.key_affinity = KeyAffinity(self.events)
         self.queue = AdmissionQueue(policy.queue)
         self._cost_settings = cost_settings
         self._policy = policy
@@ -314,7 +317,7 @@ class Router:
         cost_settings = self._settings_for(query)
         matches = self.overlaps.matches(query) if matches is None else matches
         session_constraint = self.affinity.session_constraint(query, self.fleet.has)
-        return PlacementAttempt(
+        attempt = PlacementAttempt(
             self._planner,
             query,
             cost_settings,
@@ -324,6 +327,23 @@ class Router:
             session_constraint,
             prefers_capacity=query.is_background,
         )
+        if query.affinity_key:
+            attempt.key_home = self._key_home(query, cost_settings, now)
+        return attempt
+
+    def _key_home(self, query: Query, cost_settings: CostSettings, now: float) -> KeyHome | None:
+        """Returns the rank of the query's affinity key, with the blocks that count as cached
+        there."""
+        home = self.key_affinity.home(query.affinity_key)
+        if home is None:
+            return None
+        blocks = home.blocks or -(-UNKNOWN_PROMPT_TOKENS // block_size_of(query, None))
+        weight = cost_settings.affinity_weight
+        if query.prefix_hashes:
+            status = self.overlaps.index_status(home.placement, now)
+            if status.state == "exact":
+                weight = 0.0  # The index reports what is left there.
+        return KeyHome(home.placement, round(weight * blocks))
 
     def _settings_for(self, query: Query) -> CostSettings:
         """Returns the cost settings of one request. Selectors from outside may use them as they

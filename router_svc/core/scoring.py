@@ -17,8 +17,10 @@ from router_svc.core.cost import (
     CostSettings,
     RecentPrefill,
 )
+from router_svc.core.key_affinity import KeyHome
 from router_svc.core.load_tracker import LoadTracker
-from router_svc.core.query import block_size_of, bookable_decode_blocks
+from router_svc.core.overlap import raised_match
+from router_svc.core.query import UNKNOWN_PROMPT_TOKENS, block_size_of, bookable_decode_blocks
 
 # Of more candidates, only the costs are stored; the parts are computed when they are read.
 PRICED_AT_ONCE_MAX = 8
@@ -42,6 +44,9 @@ class View:
 
     recent_prefill: RecentPrefill | None = None
     """None: recent prefill work is not counted."""
+
+    key_home: KeyHome | None = None
+    """The rank that the affinity key of the request prefers; None: none."""
 
     def load(self, placement: Placement) -> LoadTotals:
         return self.load_tracker.ranks.load(placement, self.now)
@@ -116,6 +121,12 @@ class _Prices:
         request_weight = cost_settings.decode_active_request_weight
         held_weight = 1.0 if is_dynamo or is_decode else cost_settings.held_block_weight
         total_tokens, block_size = query.total_tokens, query.block_size
+        if (home := view.key_home) is not None:
+            known = matches.get(home.placement)
+            if known is None or known[1] < home.blocks:
+                raised = raised_match(known, home.placement, home.blocks)
+                matches = {**matches, home.placement: raised}
+            total_tokens = total_tokens or UNKNOWN_PROMPT_TOKENS
         blocks = -(-total_tokens // block_size) if block_size else 0
         for at in indexes:
             candidate, factor = candidates[at], factors[at]

@@ -33,8 +33,15 @@ class Shortlist:
         self._candidates: Candidates = ()
         self._positions: dict[Placement, int] = {}
 
-    def choose(self, candidates: Candidates, matches: Matches, rng: Random) -> Candidates:
-        """Returns the chosen candidates in their order; the same sequence object if all are."""
+    def choose(
+        self,
+        candidates: Candidates,
+        matches: Matches,
+        rng: Random,
+        preferred: Placement | None = None,
+    ) -> Candidates:
+        """Returns the chosen candidates in their order; the same sequence object if all are.
+        preferred: chosen if it is a candidate."""
         count, size = len(candidates), self._size
         if count <= size:
             return candidates
@@ -42,6 +49,8 @@ class Shortlist:
             self._candidates = candidates
             self._positions = {c.placement: at for at, c in enumerate(candidates)}
         chosen: set[int] = set()
+        if preferred is not None and (at := self._positions.get(preferred)) is not None:
+            chosen.add(at)
         holders_max = int(size * _HOLDERS_SHARE)
         for row in sorted(matches.values(), key=_depth, reverse=True):
             if len(chosen) >= holders_max:

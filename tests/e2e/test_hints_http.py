@@ -181,6 +181,68 @@ def test_a_session_id_means_the_same_in_header_and_body(mesh: Mesh) -> None:
     assert "session bound" in mesh.request_line("carol")["routing"]
 
 
+def placement(mesh: Mesh, name: str, **fields: Any) -> tuple[str, str]:
+    """Sends a completion; returns its worker, and the router's reason for a named conversation."""
+    headers = fields.pop("headers", None)
+    prompt = unique_prompt(100)
+    response = mesh.post_completion(name, prompt, max_tokens=1, headers=headers, **fields)
+    assert response.status_code == 200, response.text
+    line = mesh.request_line(name)
+    (worker,) = line["workers"]
+    return worker, next((one for one in line["routing"] if one.startswith("affinity key")), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cache-key", {"prompt_cache_key": "c-1"}),
+        ("opencode", {"headers": {"x-session-affinity": "o-1"}}),
+        ("codex", {"headers": {"session-id": "x-1"}}),
+        ("claude", {"headers": {"x-claude-code-session-id": "l-1"}}),
+    ],
+)
+def test_requests_of_a_named_conversation_stay_on_one_worker(
+    mesh: Mesh, name: str, fields: dict[str, Any]
+) -> None:
+    """The mesh has no indexer: else the cached blocks decide."""
+    first, reason = placement(mesh, f"{name}-0", **fields)
+    assert reason == "affinity key bound"
+    for number in range(1, 5):
+        assert placement(mesh, f"{name}-{number}", **fields) == (first, "affinity key kept")
+    assert placement(mesh, f"{name}-none")[1] == ""
+
+
+def test_a_stored_conversation_stays_on_one_worker(mesh: Mesh) -> None:
+    workers, previous = [], None
+    for number in range(4):
+        body = {"model": MODEL, "input": f"Turn {number}", "max_output_tokens": 1}
+        body |= {} if previous is None else {"previous_response_id": previous}
+        name = f"stored-{number}"
+        headers = {"x-request-id": name}
+        response = mesh.http.post(f"{mesh.url}/v1/responses", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        previous = response.json()["id"]
+        line = mesh.request_line(name)
+        assert f"affinity key {'kept' if number else 'bound'}" in line["routing"]
+        workers += line["workers"]
+    assert len(set(workers)) == 1
+
+
+def test_a_named_conversation_leaves_a_loaded_worker(mesh: Mesh) -> None:
+    fields: dict[str, Any] = {"prompt_cache_key": "moving"}
+    home, _ = placement(mesh, "moving-0", **fields)
+    connection = http.client.HTTPConnection(mesh.url.removeprefix("http://"))
+    payload = body(LONG_PROMPT_TOKENS, backend_instance_id=home)
+    connection.request("POST", "/v1/completions", json.dumps(payload))
+    try:
+        wait_for(lambda: mesh.router.bookings() == 1, "its worker has a long prompt")
+        moved, reason = placement(mesh, "moving-1", **fields)
+        assert (moved != home, reason) == (True, "affinity key moved")
+    finally:
+        connection.close()
+    wait_for(lambda: mesh.router.bookings() == 0, "the long prompt has ended")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

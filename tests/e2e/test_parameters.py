@@ -285,7 +285,7 @@ def test_fields_without_effect_do_not_change_the_response(mesh: Mesh) -> None:
         "metadata": {"a": "b"},
         "safety_identifier": "s",
         "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
+        "prompt_cache_retention": "in_memory",
         "prediction": {"type": "content", "content": "x"},
         "verbosity": "low",
         "service_tier": "auto",
@@ -299,6 +299,7 @@ def test_fields_without_effect_do_not_change_the_response(mesh: Mesh) -> None:
     [
         ("max_thinking_tokens", 5),
         ("service_tier", "flex"),
+        ("prompt_cache_retention", "24h"),
         ("store", True),
         ("nvext.max_thinking_tokens", 5),
     ],

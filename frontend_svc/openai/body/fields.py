@@ -45,6 +45,7 @@ PARTS_MAX = 4096
 CALLS_MAX = 1024
 BIASES_MAX = 1024
 CACHE_SALT_CHARS_MAX = 256
+CACHE_KEY_CHARS_MAX = 1024
 # Unknown keys of an object. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
@@ -90,6 +91,7 @@ def unsupported(message: str) -> PydanticCustomError:
 
 NO_FUNCTIONS = "use tools and tool_choice"
 NO_AUDIO = "only text is available"
+NO_RETENTION = "engines evict the blocks used longest ago, and keep none for a time"
 NO_THINKING_LIMIT = "no engine can limit the tokens of the reasoning"
 
 U32: TypeAlias = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -100,6 +102,7 @@ Priority: TypeAlias = Annotated[int, Field(ge=-(2**31) + 1, le=2**31 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=2**32 - 1)]
 CacheSalt: TypeAlias = Annotated[str, Field(min_length=1, max_length=CACHE_SALT_CHARS_MAX)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
+CacheKey: TypeAlias = Annotated[str, Field(max_length=CACHE_KEY_CHARS_MAX)]
 Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 Factor: TypeAlias = Annotated[float, Field(ge=0)]

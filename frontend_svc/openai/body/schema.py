@@ -3,7 +3,8 @@
 Every field belongs to exactly one of the following classes; any other name is refused as unknown.
 
 Honoured
-  both         model, stream, stream_options.include_usage and .continuous_usage_stats (with it),
+  both         model, prompt_cache_key (a hint for the router), stream,
+               stream_options.include_usage and .continuous_usage_stats (with it),
                max_tokens, stop (1 to 32 texts), logprobs (chat: true; completions: 0 to 5)
   chat         messages (roles system, developer, user, assistant, tool; text, or a list of parts:
                text, and in messages of user and tool image_url, input_audio and audio_url, if the
@@ -29,11 +30,12 @@ Honoured
                the top level has none; headers carry some of these too, and win (`headers.py`)
   sampling     the fields of `sampling.py`; those in `nvext` too apply in the same way
 Accepted, because they cannot change the response
-               user, metadata, safety_identifier, prompt_cache_key, prompt_cache_retention,
-               prediction, verbosity, and `CallerFields` of `ignored.py`
+               user, metadata, safety_identifier, prediction, verbosity, and `CallerFields` of
+               `ignored.py`
 Accepted with a value that has no effect, else refused by name
-               store (false), service_tier (auto, default), functions ([]), function_call (none,
-               auto), modalities (["text"]), stream_options.include_obfuscation (false),
+               store (false), service_tier (auto, default), prompt_cache_retention (in_memory),
+               functions ([]), function_call (none, auto), modalities (["text"]),
+               stream_options.include_obfuscation (false),
                suffix (""), nvext.greed_sampling and .use_raw_prompt (false),
                messages[].annotations ([]), image_url.detail (auto), and `DefaultOptions` of
                `ignored.py`
@@ -72,6 +74,7 @@ from frontend_svc.openai.body.fields import (
     N_MAX,
     NO_AUDIO,
     NO_FUNCTIONS,
+    NO_RETENTION,
     NO_THINKING_LIMIT,
     OBJECT,
     PARTS_MAX,
@@ -83,6 +86,7 @@ from frontend_svc.openai.body.fields import (
     U32,
     WRONG_TYPE,
     AtLeastOne,
+    CacheKey,
     CacheSalt,
     ConstraintFields,
     FunctionName,
@@ -327,7 +331,7 @@ class GenerationRequest(
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_pair_count)] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: CacheKey | None = None
     service_tier: Annotated[object, refuse("there is only one service tier", "auto", "default")] = (
         None
     )
@@ -403,7 +407,7 @@ class ChatRequest(DefaultChatOptions, GenerationRequest):
     audio: Annotated[object, refuse(NO_AUDIO)] = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: Annotated[object, refuse(NO_RETENTION, "in_memory", "in-memory")] = None
     prediction: dict[str, Any] | None = None
     web_search_options: UnsupportedField = None
     moderation: UnsupportedField = None

@@ -40,6 +40,7 @@ COST_SETTINGS: dict[str, Any] = {
     "host_cache_hit_weight": 0.5,
     "disk_cache_hit_weight": 0.5,
     "router_temperature": 1.0,
+    "affinity_weight": 0.5,
     "assume_kv_reuse": True,
     "recent_miss_weight": 0.5,
     "recent_miss_half_life_s": 5.0,

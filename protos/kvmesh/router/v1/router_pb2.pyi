@@ -268,6 +268,7 @@ class Booking(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SESSION_REVISION_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
+    AFFINITY_KEY_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
     """Frontend process that owns it."""
     model: _builtins.str
@@ -294,6 +295,8 @@ class Booking(_message.Message):
     """Adapter of the request, as in RoutingHints.lora_name; part of the session key. Empty: the base
     model, or no session.
     """
+    affinity_key: _builtins.int
+    """Query.affinity_key of the request, from which routers learn where the key was placed. 0: none."""
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Its key."""
@@ -322,10 +325,11 @@ class Booking(_message.Message):
         session_id: _builtins.str = ...,
         session_revision: _builtins.int = ...,
         lora_name: _builtins.str = ...,
+        affinity_key: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "key", b"key", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "generation", b"generation", "key", b"key", "lora_name", b"lora_name", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "session_id", b"session_id", "session_revision", b"session_revision", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "affinity_key", b"affinity_key", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "generation", b"generation", "key", b"key", "lora_name", b"lora_name", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "session_id", b"session_id", "session_revision", b"session_revision", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decay_fraction: _TypeAlias = _typing.Literal["decay_fraction"]  # noqa: Y015
     _WhichOneofArgType__decay_fraction: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction"]  # noqa: Y015
@@ -381,6 +385,7 @@ class Query(_message.Message):
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     EXCLUSION_REASONS_FIELD_NUMBER: _builtins.int
     IS_BACKGROUND_FIELD_NUMBER: _builtins.int
+    AFFINITY_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name of the client. Never empty."""
     total_tokens: _builtins.int
@@ -413,6 +418,10 @@ class Query(_message.Message):
     """The request runs on idle capacity only: it waits in the router, below every strict_priority and
     also without a queue_threshold, until a rank has room for background requests. False: no such
     request, as of earlier versions.
+    """
+    affinity_key: _builtins.int
+    """Hash of what names the client's conversation, with its tenant and model. The rank of the key's
+    last request is preferred while its load permits it. 0: none.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -455,10 +464,11 @@ class Query(_message.Message):
         tenant_weight: _builtins.float = ...,
         exclusion_reasons: _abc.Iterable[_builtins.str] | None = ...,
         is_background: _builtins.bool = ...,
+        affinity_key: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "is_background", b"is_background", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "affinity_key", b"affinity_key", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "is_background", b"is_background", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

@@ -53,6 +53,7 @@ FULL_QUERY = Query(
     strict_priority=2,
     tenant="t",
     tenant_weight=2.5,
+    affinity_key=9,
 )
 DECISION = Decision(
     Placement(7, 0),
@@ -81,7 +82,11 @@ FULL_DECISION = Decision(
 BYTES = (
     (QUERY, "0a016d1081081a8004" + HASHES.hex() + "20012810500c6a017471000000000000f03f"),
     (
-        replace(FULL_QUERY, exclusion_reasons=()),
+        replace(
+            FULL_QUERY,
+            exclusion_reasons=(),
+            affinity_key=0,
+        ),
         "0a016d1081081a8004" + HASHES.hex() + "200128103a3f180720013a016141000000000000f83f48fdff"
         "ffffffffffffff0152050a030102035a110a0178120c0a017911000000000000e03f62050a017310016a017a"
         "420b21000000000000e03f28014a0105500c58c80160026a0174710000000000000440",

@@ -487,7 +487,7 @@ ACCEPTED = {
     "modalities": ["text"],
     "verbosity": "low",
     "prediction": {"type": "content", "content": "x"},
-    "prompt_cache_retention": "24h",
+    "prompt_cache_retention": "in_memory",
     "return_tokens_as_token_ids": False,
     "n": 1,
     "stop": [],
