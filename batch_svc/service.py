@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from batch_svc.runner.runner import Runner
 from batch_svc.store.batches import BatchStore
 from batch_svc.store.files import FileStore, Upload
 from batch_svc.store.lease import RunnerLease
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Unavailable
 from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc
 
 SERVICE_NAME: Final = "kvmesh.batch.v1.BatchService"
@@ -44,20 +45,14 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         self, request_iterator: AsyncIterator[batch_pb2.UploadFileRequest], context: Context
     ) -> batch_pb2.UploadFileResponse:
         upload = Upload(self._files)
-        async for request in request_iterator:
-            if request.WhichOneof("part") == "content":
-                await upload.add(request.content)
-                continue
-            description = request.description
-            _check_expiry(description.expires_after_s, "expires_after.seconds")
-            file = await upload.finish(
-                description.owner.tenant,
-                _filename(description.filename),
-                _purpose(description.purpose),
-                description.expires_after_s,
-            )
-            return batch_pb2.UploadFileResponse(file=_file(file))
-        raise InvalidRequest("the upload has no description", "description")
+        try:
+            file = await _receive(upload, request_iterator)
+        except BaseException:
+            # Without an owner, it would be counted for no tenant until it is swept.
+            with contextlib.suppress(Unavailable):
+                await upload.abandon()
+            raise
+        return batch_pb2.UploadFileResponse(file=_file(file))
 
     async def GetFile(
         self, request: batch_pb2.GetFileRequest, context: Context
@@ -155,6 +150,25 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             runner_id=int(owner or 0),
             fence=fence,
         )
+
+
+async def _receive(
+    upload: Upload, requests: AsyncIterator[batch_pb2.UploadFileRequest]
+) -> StoredFile:
+    """Stores an upload. Raises InvalidRequest, Overloaded and Unavailable."""
+    async for request in requests:
+        if request.WhichOneof("part") == "content":
+            await upload.add(request.content)
+            continue
+        description = request.description
+        _check_expiry(description.expires_after_s, "expires_after.seconds")
+        return await upload.finish(
+            description.owner.tenant,
+            _filename(description.filename),
+            _purpose(description.purpose),
+            description.expires_after_s,
+        )
+    raise InvalidRequest("the upload has no description", "description")
 
 
 def _limit(value: int, most: int) -> int:

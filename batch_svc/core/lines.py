@@ -16,6 +16,8 @@ _UNIT_CHARS: Final = 256
 _UNITS_MAX: Final = 64
 # Fields of a body that make its prompt, in the order of the prompt.
 _PROMPT_FIELDS: Final = ("model", "tools", "instructions", "messages", "prompt", "input")
+# Of a value that orjson writes.
+_DEPTH_MAX: Final = 250
 _KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 _NO_PRIORITY: Final = "lines run behind all other requests; leave it out"
 
@@ -124,6 +126,9 @@ def _read(raw: bytes, number: int, endpoint: str, custom_ids: set[str]) -> Line:
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         text = f"'custom_id' must be a text of 1 to {CUSTOM_ID_CHARS_MAX} characters"
         raise _Invalid("invalid_custom_id", text, "custom_id")
+    if "\0" in custom_id:  # PostgreSQL cannot store it.
+        text = "'custom_id' must not contain the character NUL"
+        raise _Invalid("invalid_custom_id", text, "custom_id")
     if custom_id in custom_ids:
         text = f"'custom_id' {custom_id[:64]!r} is that of an earlier line"
         raise _Invalid("duplicate_custom_id", text, "custom_id")
@@ -136,7 +141,12 @@ def _read(raw: bytes, number: int, endpoint: str, custom_ids: set[str]) -> Line:
     if not isinstance(body, dict):
         raise _Invalid("invalid_body", "'body' must be an object", "body")
     _check_body(body)
-    return Line(number, custom_id, orjson.dumps(body), prefix_of(body))
+    try:
+        return Line(number, custom_id, orjson.dumps(body), prefix_of(body))
+    except orjson.JSONEncodeError:
+        # orjson reads deeper values than it writes.
+        text = f"'body' is nested deeper than {_DEPTH_MAX} levels"
+        raise _Invalid("invalid_body", text, "body") from None
 
 
 def _check_body(body: dict[str, Any]) -> None:

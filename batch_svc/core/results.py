@@ -9,6 +9,8 @@ import orjson
 
 # Statuses of refusals for lack of capacity or workers: the line waits, however often.
 _BUSY: Final = frozenset({408, 409, 425, 429, 503})
+# Codes of those statuses that a line may cause itself, by a prompt that ends its workers.
+_WORKER_LOST: Final = frozenset({"worker_lost", "not_migratable"})
 # A model that is not served, perhaps only now; other errors of a client stay what they are.
 _NOT_FOUND: Final = 404
 BUSY_PAUSE_S: Final = 1.0
@@ -48,25 +50,40 @@ def judge(
 
     - failures: tries that failed by an error of the server, before this one.
     """
-    if reply.status in _BUSY:
+    if reply.status in _BUSY and _error_code(reply.body) not in _WORKER_LOST:
         pause_s = min(reply.retry_after_s or BUSY_PAUSE_S, PAUSE_MAX_S)
         return Retry(pause_s, is_busy=True)
-    is_fault = reply.status >= 500 or reply.status == _NOT_FOUND
+    is_fault = reply.status >= 500 or reply.status in _BUSY or reply.status == _NOT_FOUND
     if is_fault and failures + 1 < attempts_max:
         return Retry(min(2.0**failures, PAUSE_MAX_S), is_busy=False)
-    return Result(reply.status >= 300, response_row(line_id, custom_id, reply))
+    return _result(line_id, custom_id, reply)
 
 
-def response_row(line_id: str, custom_id: str, reply: Reply) -> bytes:
-    """Returns the row of a line that has a response, also one with an error status."""
+def _result(line_id: str, custom_id: str, reply: Reply) -> Result:
+    """Returns the result of a line that has a response, also one with an error status."""
     try:
         # Any: JSON.
         body: Any = orjson.loads(reply.body)
     except orjson.JSONDecodeError:
         text = f"the response, with the status {reply.status}, is not JSON"
-        return error_row(line_id, custom_id, "invalid_response", text)
+        return Result(True, error_row(line_id, custom_id, "invalid_response", text))
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
-    return _row(line_id, custom_id, response, None)
+    try:
+        return Result(reply.status >= 300, _row(line_id, custom_id, response, None))
+    except orjson.JSONEncodeError:
+        # orjson reads deeper values than it writes.
+        text = f"the response, with the status {reply.status}, is nested too deeply"
+        return Result(True, error_row(line_id, custom_id, "invalid_response", text))
+
+
+def _error_code(body: bytes) -> str:
+    """Returns the code of an error response; empty: it has none."""
+    try:
+        # Any: JSON.
+        value: Any = orjson.loads(body)
+        return str(value["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
 
 
 def error_row(line_id: str, custom_id: str, code: str, message: str) -> bytes:

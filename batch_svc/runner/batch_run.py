@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from heapq import heappop, heappush
 from typing import Final
 
@@ -52,6 +53,8 @@ class BatchRun:
     def start(self, line: StoredLine, task: asyncio.Task[None]) -> None:
         """Records that a task sends a line."""
         self._tasks[line.number] = task
+        # A task that is cancelled before it begins runs none of its code.
+        task.add_done_callback(partial(self._task_done, line))
 
     def finished(self, line: StoredLine) -> None:
         """Records that the task of a line ends."""
@@ -64,6 +67,10 @@ class BatchRun:
         self._later.clear()
         for task in self._tasks.values():
             task.cancel()
+
+    def _task_done(self, line: StoredLine, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(line.number) is task:
+            del self._tasks[line.number]
 
     def failures(self, line: StoredLine) -> int:
         """Returns the tries of a line that failed by an error of the server."""

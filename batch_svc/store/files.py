@@ -56,6 +56,10 @@ class Upload:
             await self._put(bytes(self._buffer))
         return await self._store.complete(self, tenant, filename, purpose, expires_after_s)
 
+    async def abandon(self) -> None:
+        """Removes what has arrived, unless the file is complete. Raises Unavailable."""
+        await self._store.remove_upload(self.file_id)
+
     async def _put(self, content: bytes) -> None:
         await self._store.put_chunk(self.file_id, self._chunks, content, is_first=not self._chunks)
         self._chunks += 1
@@ -81,6 +85,11 @@ class FileStore:
                     file_id,
                 )
             await _insert_chunk(transaction, file_id, number, content)
+
+    async def remove_upload(self, file_id: str) -> None:
+        """Removes a file that is not complete. Raises Unavailable."""
+        async with self._database.transaction() as transaction:
+            await _remove_where(transaction, file_id, "is_complete = 0")
 
     async def complete(
         self, upload: Upload, tenant: str, filename: str, purpose: str, expires_after_s: int
@@ -173,23 +182,33 @@ class FileStore:
         Input files of batches that have not ended stay. Raises Unavailable."""
         now = self._database.now
         ended = ", ".join(f"'{status}'" for status in ENDED)
-        rows = await self._database.fetch(
-            f"SELECT id FROM files WHERE (is_complete = 1 AND expires_at < {now} AND NOT EXISTS"
+        expired = (
+            f"((is_complete = 1 AND expires_at < {now} AND NOT EXISTS"
             " (SELECT 1 FROM batches WHERE batches.input_file_id = files.id"
             f" AND batches.status NOT IN ({ended})))"
-            f" OR (is_complete = 0 AND created_at < {now} - $1) LIMIT 100",
-            UPLOAD_MAX_S,
+            f" OR (is_complete = 0 AND created_at < {now} - {UPLOAD_MAX_S}))"
         )
+        removed = 0
+        rows = await self._database.fetch(f"SELECT id FROM files WHERE {expired} LIMIT 100")
         for (file_id,) in rows:
             async with self._database.transaction() as transaction:
-                await remove_file(transaction, file_id)
-        return len(rows)
+                # Again: the runner may write the file of a result anew, under the same id.
+                removed += await _remove_where(transaction, file_id, expired)
+        return removed
 
 
 async def remove_file(transaction: Transaction, file_id: str) -> None:
     """Removes a file with its content, if it is there."""
     await transaction.execute("DELETE FROM chunks WHERE file_id = $1", file_id)
     await transaction.execute("DELETE FROM files WHERE id = $1", file_id)
+
+
+async def _remove_where(transaction: Transaction, file_id: str, condition: str) -> int:
+    """Removes a file if a condition holds; returns the number of files."""
+    removed = await transaction.execute(f"DELETE FROM files WHERE id = $1 AND {condition}", file_id)
+    if removed:
+        await transaction.execute("DELETE FROM chunks WHERE file_id = $1", file_id)
+    return removed
 
 
 async def insert_output(

@@ -58,12 +58,13 @@ class SqliteDatabase:
     async def transaction(self) -> AsyncIterator[_SqliteTransaction]:
         async with self._lock:
             transaction = _SqliteTransaction(self)
-            await transaction.execute("BEGIN IMMEDIATE")
             try:
+                await transaction.execute("BEGIN IMMEDIATE")
                 yield transaction
                 await transaction.execute("COMMIT")
             except BaseException:
-                # Shielded: a cancelled caller must not leave a transaction open.
+                # Shielded: a cancelled caller must not leave a transaction open, also if it is
+                # cancelled while the thread begins it.
                 await asyncio.shield(self._roll_back())
                 raise
 

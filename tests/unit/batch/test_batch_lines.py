@@ -39,6 +39,7 @@ BODY = line()["body"]
     [
         ({"custom_id": ""}, "invalid_custom_id", "custom_id"),
         ({"custom_id": 7}, "invalid_custom_id", "custom_id"),
+        ({"custom_id": "a\0"}, "invalid_custom_id", "custom_id"),
         ({"method": "GET"}, "invalid_method", "method"),
         ({"url": "/v1/completions"}, "mismatched_endpoint", "url"),
         ({"body": []}, "invalid_body", "body"),
@@ -59,6 +60,14 @@ def test_an_invalid_line_is_named_with_its_field(
     lines, (error,) = read_lines([content(line("b"), line(**changes))], CHAT, 10)
     assert not lines
     assert (error.line, error.code, error.param) == (2, code, param)
+
+
+def test_a_line_that_is_nested_too_deeply_is_named() -> None:
+    deep = b'{"model": "sim", "x": ' + b"[" * 300 + b"]" * 300 + b"}"
+    raw = content(line(body={})).replace(b"{}", deep)
+    lines, (error,) = read_lines([raw], CHAT, 10)
+    assert not lines
+    assert (error.line, error.code, error.param) == (1, "invalid_body", "body")
 
 
 def test_a_file_is_refused_for_no_lines_too_many_and_equal_ids() -> None:

@@ -41,14 +41,29 @@ def test_an_error_of_the_client_is_a_row_of_the_error_file_at_once() -> None:
 def test_a_response_that_is_no_json_has_an_error_instead() -> None:
     result = judged(200, b"<html>")
     assert isinstance(result, Result)
+    assert result.is_error
     row = orjson.loads(result.row)
     assert (row["response"], row["error"]["code"]) == (None, "invalid_response")
+
+
+def test_a_response_that_is_nested_too_deeply_has_an_error_instead() -> None:
+    result = judged(200, b"[" * 300 + b"]" * 300)
+    assert isinstance(result, Result)
+    assert result.is_error
+    assert orjson.loads(result.row)["error"]["code"] == "invalid_response"
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_line_waits_for_capacity_however_often_it_is_refused(status: int) -> None:
     assert judged(status, pause=2.5, failures=99) == Retry(2.5, is_busy=True)
     assert judged(status, pause=1e9) == Retry(30.0, is_busy=True)
+
+
+@pytest.mark.parametrize("code", ["worker_lost", "not_migratable"])
+def test_a_line_that_ends_its_workers_is_not_sent_for_ever(code: str) -> None:
+    body = orjson.dumps({"error": {"message": "gone", "code": code}})
+    assert judged(503, body) == Retry(1.0, is_busy=False)
+    assert isinstance(judged(503, body, failures=2), Result)
 
 
 @pytest.mark.parametrize("status", [404, 500, 502, 504])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -101,6 +102,51 @@ async def test_a_file_above_the_limits_is_refused(files: FileStore) -> None:
     await upload(files, bytes(3 << 20), tenant="other")
     with pytest.raises(InvalidRequest, match="empty"):
         await upload(files, b"")
+
+
+async def test_an_upload_that_fails_leaves_nothing(
+    database: SqliteDatabase, files: FileStore
+) -> None:
+    upload = Upload(files)
+    await upload.add(bytes(2 << 20))
+    await upload.abandon()
+    assert await database.fetch("SELECT file_id FROM chunks") == []
+    complete = Upload(files)
+    await complete.add(b"x")
+    await complete.finish("acme", "lines.jsonl", "batch", 0)
+    await complete.abandon()
+    assert [part async for part in files.read(complete.file_id)] == [b"x"]
+
+
+async def test_old_files_are_swept(database: SqliteDatabase, files: FileStore) -> None:
+    old, new = await upload(files, b"x"), await upload(files, b"y")
+    async with database.transaction() as transaction:
+        await transaction.execute("UPDATE files SET expires_at = 1 WHERE id = $1", old)
+    assert await files.sweep() == 1
+    assert await files.sweep() == 0
+    assert [part async for part in files.read(old)] == []
+    assert [part async for part in files.read(new)] == [b"y"]
+
+
+async def test_a_transaction_that_is_cancelled_while_it_begins_is_not_left_open(
+    database: SqliteDatabase, tmp_path: Path
+) -> None:
+    async def write() -> None:
+        async with database.transaction() as transaction:
+            await transaction.execute("UPDATE leases SET expires_at = 0")
+
+    other = sqlite3.connect(tmp_path / "batches.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    task = asyncio.create_task(write())
+    # Sleep: until the thread waits for the lock of the file; it has no other sign.
+    await asyncio.sleep(0.1)
+    task.cancel()
+    other.execute("ROLLBACK")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await write()
+    other.execute("BEGIN IMMEDIATE")
+    other.close()
 
 
 async def test_files_are_listed_in_pages(files: FileStore) -> None:
