@@ -101,6 +101,10 @@ class UpOptions(ServiceConfig):
     batches: NonNegativeInt = 0
     """Number of batch services, which serve /v1/files and /v1/batches. Further ones take over if
     the first one ends."""
+    pickers: NonNegativeInt = 0
+    """Number of endpoint pickers, for gateways that send requests to servers which run already."""
+    ext_proc_port: Port = 9002
+    """Port of the first picker for gateways; further ones use the next ports. 0: any."""
     consoles: Annotated[int, Field(ge=0, le=1)] = 0
     """1: also start a console, to which the services export their spans. It needs more packages:
     pip install 'kvmesh[console]'; make run installs them."""

@@ -34,7 +34,17 @@ CLUSTER_NOTICE_S = 2.0
 STOP_MARGIN_S = 10.0
 
 # A service that sends work stops before the service that receives it: lower ranks first.
-_DRAIN_RANK = {"batch": 0, "frontend": 1, "router": 2, "worker": 3, "indexer": 4, "console": 5}
+_DRAIN_RANK = {
+    "batch": 0,
+    "frontend": 1,
+    "epp": 1,
+    "router": 2,
+    "worker": 3,
+    "indexer": 4,
+    "console": 5,
+}
+# Keys of the mesh file that are not the name of a service and an s.
+_SECTIONS = {"batch": "batches", "epp": "pickers"}
 _NO_FILE = MeshFile()
 NO_RESOURCES = Resources()
 # Most members of a group.
@@ -129,6 +139,8 @@ def build_service_specs(
             _build_spec(options, "worker", i, flags, mesh, group=group, number=number)
             for i in range(counts.get(group.member_name, group.count))
         ]
+    pickers = counts.get("epp", options.pickers)
+    specs += [_build_spec(options, "epp", i, (), mesh) for i in range(pickers)]
     batches = counts.get("batch", options.batches)
     specs += [_build_spec(options, "batch", i, (), mesh) for i in range(batches)]
     if options.consoles:
@@ -195,6 +207,7 @@ def group_counts(
         "router": options.routers,
         "indexer": options.indexers,
         "batch": options.batches,
+        "epp": options.pickers,
         **{group.member_name: group.count for group in worker_groups(options, mesh)},
     }
     return {name: counts.get(name, count) for name, count in found.items()}
@@ -220,13 +233,13 @@ def check_counts(present: Mapping[str, int], wanted: Mapping[str, int]) -> None:
 def find_port_problems(specs: Sequence[ServiceSpec]) -> Iterator[tuple[KeyPath, str]]:
     """Yields the keys of the mesh file that give one port to several processes."""
     ports = [
-        spec.origins[variable]
+        (spec.origins[variable], spec.environ[variable])
         for spec in specs
         for name in PORTS
         for variable in [f"{service_prefix(spec.module.removesuffix('_svc'))}{name.upper()}"]
         if spec.environ.get(variable, "0") not in ("", "0")
     ]
-    for origin, count in Counter(ports).items():
+    for (origin, _), count in Counter(ports).items():
         if count > 1:
             yield origin, "several processes on one host cannot have one port; use 0"
 
@@ -254,6 +267,11 @@ def _build_spec(
     """number: of the group in the mesh file."""
     name = f"{kind if group is None else group.member_name}-{index}"
     variables = _variables(kind, index, mesh, group, number)
+    if kind == "epp":
+        # A variable, by which a rolling restart sees that two processes cannot have it.
+        port = options.ext_proc_port and options.ext_proc_port + index
+        variable = f"{service_prefix(kind)}EXT_PROC_PORT"
+        variables.put(variable, str(port), ("pickers", "ext_proc_port"))
     common = ["--namespace", options.namespace, "--registry", options.registry]
     if options.registry == "file":
         common += ["--registry-path", str(options.registry_path)]
@@ -305,6 +323,7 @@ def _section(kind: str, mesh: MeshFile) -> ServiceSection:
         "router": mesh.routers,
         "indexer": mesh.indexers,
         "batch": mesh.batches,
+        "epp": mesh.pickers,
         "console": mesh.consoles,
     }
     return sections[kind]
@@ -312,7 +331,7 @@ def _section(kind: str, mesh: MeshFile) -> ServiceSection:
 
 def section_key(kind: str) -> str:
     """Returns the key of a service in a mesh file."""
-    return "batches" if kind == "batch" else f"{kind}s"
+    return _SECTIONS.get(kind, f"{kind}s")
 
 
 def _variables(

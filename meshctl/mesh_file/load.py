@@ -24,7 +24,7 @@ from meshctl.mesh_file.settings import find_setting_problems, with_variables
 FILE_BYTES_MAX = 1 << 20
 _VARIABLE = re.compile(rf"{PREFIX}(?:(?:{'|'.join(SERVICES)})_)?([A-Z0-9_]+)")
 # Keys of sections with the flag for their count.
-_COUNTS = ("frontends", "routers", "indexers", "batches", "consoles")
+_COUNTS = ("frontends", "routers", "indexers", "batches", "pickers", "consoles")
 _CERTIFICATE = ("tls_cert_path", "tls_key_path")
 
 
@@ -47,6 +47,8 @@ class LoadedMesh:
                 values[key] = getattr(mesh, key).count
         if "frontends" in mesh.model_fields_set:
             values["http_port"] = mesh.frontends.http_port
+        if "pickers" in mesh.model_fields_set:
+            values["ext_proc_port"] = mesh.pickers.ext_proc_port
         if "consoles" in mesh.model_fields_set:
             values["console_port"] = mesh.consoles.http_port
             values["console_otlp_port"] = mesh.consoles.otlp_port
@@ -76,7 +78,7 @@ class LoadedMesh:
         """Returns variables with the certificate of a service, if one has its own."""
         mesh = self.mesh
         for section in (
-            *(mesh.frontends, mesh.routers, mesh.indexers, mesh.batches),
+            *(mesh.frontends, mesh.routers, mesh.indexers, mesh.batches, mesh.pickers),
             *mesh.workers,
         ):
             found = {_variable(name): section.settings.get(name, "") for name in _CERTIFICATE}

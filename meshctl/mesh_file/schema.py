@@ -125,6 +125,14 @@ class BatchSection(ReplicatedSection):
     count: NonNegativeInt = 0
 
 
+class PickerSection(ReplicatedSection):
+    """Endpoint pickers."""
+
+    count: NonNegativeInt = 0
+    ext_proc_port: Port = 9002
+    """Of the first picker; further ones use the next ports. 0: any."""
+
+
 class FrontendSection(ReplicatedSection):
     """Frontends."""
 
@@ -209,6 +217,7 @@ class MeshFile(_Section):
     routers: RouterSection = RouterSection()
     indexers: IndexerSection = IndexerSection()
     batches: BatchSection = BatchSection()
+    pickers: PickerSection = PickerSection()
     consoles: ConsoleSection = ConsoleSection()
     workers: tuple[WorkerGroup, ...] = ()
     require: tuple[MemberRole, ...] = ()
@@ -253,6 +262,7 @@ _SECTIONS: Mapping[str, type[_Section]] = {
     "routers": RouterSection,
     "indexers": IndexerSection,
     "batches": BatchSection,
+    "pickers": PickerSection,
     "consoles": ConsoleSection,
     "workers": WorkerGroup,
     "each": WorkerOverride,
@@ -270,7 +280,7 @@ def _keys_at(path: KeyPath) -> list[str]:
 
 def _contradictions(mesh: MeshFile) -> list[tuple[KeyPath, str]]:
     found: list[tuple[KeyPath, str]] = []
-    names: set[str] = {"frontend", "router", "indexer", "batch", "console"}
+    names: set[str] = {"frontend", "router", "indexer", "batch", "epp", "console"}
     for i, group in enumerate(mesh.workers):
         if group.member_name in names:
             text = f"{group.member_name!r} is the name of another group; give each its `name`"

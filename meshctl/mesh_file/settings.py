@@ -16,13 +16,14 @@ _OWN: Final[Mapping[str, str]] = {
     **{name: name for name in ("namespace", "registry", "registry_path", "consul_url", "drain_s")},
     **{name: f"frontends.{name}" for name in ("http_host", "http_port")},
     "otlp_port": "consoles.otlp_port",
+    "ext_proc_port": "pickers.ext_proc_port",
     **{name: f"workers[].{name}" for name in ("engine", "role", "model_path", "engine_args")},
     "model_name": "workers[].model",
     "required_roles": "require",
     **dict.fromkeys(("stable_name", "notice_s", "ready_fd", "http_fd"), ""),
 }
 # Ports of which each process on a host needs its own.
-PORTS: Final = ("port", "stream_port", "health_port", "metrics_port")
+PORTS: Final = ("port", "stream_port", "health_port", "metrics_port", "ext_proc_port")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _OF_SERVICE = re.compile(rf"{PREFIX}(?:{'|'.join(SERVICES)})_")
 
@@ -77,6 +78,7 @@ def find_setting_problems(mesh: MeshFile) -> Iterator[tuple[KeyPath, str]]:
     yield from _section_problems(("routers",), mesh.routers)
     yield from _section_problems(("indexers",), mesh.indexers)
     yield from _section_problems(("batches",), mesh.batches)
+    yield from _section_problems(("pickers",), mesh.pickers)
     yield from _section_problems(("consoles",), mesh.consoles)
     for i, group in enumerate(mesh.workers):
         yield from _section_problems(("workers", i), group)

@@ -18,7 +18,7 @@ from meshctl.mesh_file.settings import PORTS, service_prefix
 from meshctl.services import ServiceSpec
 
 # Services that others need come first, so that a new frontend connects to new routers and workers.
-_ORDER = ("indexer", "worker", "router", "frontend", "batch", "console")
+_ORDER = ("indexer", "worker", "router", "frontend", "epp", "batch", "console")
 # Its value begins with the host in a registry of several hosts.
 _STABLE_NAME = "--stable-name"
 NO_SUCCESSORS: Final[Mapping[str, ServiceSpec]] = MappingProxyType({})

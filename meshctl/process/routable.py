@@ -10,6 +10,8 @@ from common.service.routable.service import read_routable
 from meshctl.process.supervise import Child
 
 TIMEOUT_S = 5.0
+# In certificates an endpoint picker is a frontend.
+_ROLES = {"epp": "frontend"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ async def find_missing(security: rpc.Security, child: Child) -> Waiting:
         return Waiting()
     address = child.line.addresses["grpc"]
     try:
-        async with rpc.channel(address, role=child.line.name, security=security) as channel:
+        role = _ROLES.get(child.line.name, child.line.name)
+        async with rpc.channel(address, role=role, security=security) as channel:
             state = await read_routable(channel, timeout_s=TIMEOUT_S)
     except MeshError as error:
         return Waiting(f"it does not respond: {error.message}")

@@ -10,10 +10,18 @@ import pytest
 
 from common.runtime.config import ServiceConfig, read_config
 from console_svc.config import ConsoleConfig
+from epp_svc.config import EppConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from meshctl.options import UpOptions
-from meshctl.services import NOTICE_S, STOP_MARGIN_S, ServiceSpec, build_service_specs
+from meshctl.process.rollout import fixed_port
+from meshctl.services import (
+    NOTICE_S,
+    STOP_MARGIN_S,
+    ServiceSpec,
+    build_service_specs,
+    find_port_problems,
+)
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
@@ -65,10 +73,12 @@ def test_services_accept_the_flags_that_meshctl_passes() -> None:
         "indexer_svc": (IndexerConfig, "INDEXER"),
         "worker_svc": (WorkerConfig, "WORKER"),
         "console_svc": (ConsoleConfig, "CONSOLE"),
+        "epp_svc": (EppConfig, "EPP"),
     }
-    for spec in build_service_specs(OPTIONS.model_copy(update={"consoles": 1})):
+    options = OPTIONS.model_copy(update={"consoles": 1, "pickers": 1})
+    for spec in build_service_specs(options):
         room, name = rooms[spec.module]
-        config, warnings = read_config(room, name, {}, spec.args)
+        config, warnings = read_config(room, name, spec.environ, spec.args)
         assert config.notice_s == NOTICE_S
         assert warnings == []
 
@@ -78,6 +88,20 @@ def test_frontends_take_consecutive_ports_and_any_port_each_if_none_is_given() -
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["8100", "8101"]
     specs = build_service_specs(OPTIONS.model_copy(update={"http_port": 0}))
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["0", "0"]
+
+
+def test_pickers_take_consecutive_ports_which_no_second_process_can_have() -> None:
+    def ports(options: UpOptions) -> list[str]:
+        specs = [spec for spec in build_service_specs(options) if spec.module == "epp_svc"]
+        assert [spec.name for spec in specs] == ["epp-0", "epp-1"]
+        assert list(find_port_problems(specs)) == []
+        assert {fixed_port(spec, {}) for spec in specs} == (
+            {"ext_proc_port"} if options.ext_proc_port else {""}
+        )
+        return [spec.environ["KVMESH_EPP_EXT_PROC_PORT"] for spec in specs]
+
+    assert ports(UpOptions(pickers=2)) == ["9002", "9003"]
+    assert ports(UpOptions(pickers=2, ext_proc_port=0)) == ["0", "0"]
 
 
 def test_no_two_services_share_a_name_or_a_stable_name() -> None:
