@@ -224,6 +224,10 @@ def test_a_full_mesh_sheds_by_priority_with_429(mesh: PickerMesh, picker: Servic
         shed = pick(address(picker), chat("shed"), headers=batch)
         assert shed.status == 429
         assert int(shed.headers["retry-after"]) >= 1
+        with GatewayStream(address(picker)) as left:
+            left.send_request(json.dumps(chat("left")).encode(), {"x-request-id": "left"})
+            wait_for(lambda: picker.metric("kvmesh_epp_open_requests") >= 3, "it is queued")
+        assert line_of(picker, "left")["outcome"] == "reset"
         high = {"x-gateway-inference-objective": "high"}
         high["x-gateway-inference-fairness-id"] = "tenant-a"
         queued.send_request(json.dumps(chat("queued")).encode(), high)
