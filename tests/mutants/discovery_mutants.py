@@ -68,7 +68,7 @@ DISCOVERY_MUTANTS = (
         '            return ("chat",)\n',
         '            return ("chat", "completions")\n',
     ),
-    mutant("S0-46", "frontend_svc/app.py", "if self._models.not_ready:", "if False:"),
+    mutant("S0-46", "frontend_svc/models/loading.py", "if models.not_ready:", "if False:"),
     mutant(
         "S0-17",
         _MEMBERS,
