@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -163,6 +163,9 @@ ray-test: $(VENV)/.dev .venv-ray/.ready ## A mesh on a Ray cluster of three node
 	@$(PY) -m venv .venv-ray
 	@echo "installing Ray and the runtime dependencies into .venv-ray ..."
 	@.venv-ray/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
+
+batch-test: $(VENV)/.dev ## 10,000 lines of batches beside 32 streams; every service and PostgreSQL killed (15 minutes); last line is JSON
+	$(BIN)/python -m tests.batch $(ARGS)
 
 rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` under load, six meshes (minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.rolling $(ARGS)

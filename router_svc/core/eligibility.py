@@ -344,7 +344,7 @@ def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) ->
 class BackgroundLimits:
     """Load up to which a rank takes background requests, so that it has room for others at once."""
 
-    prefill_share: float = 1 / 64
+    prefill_share: float = 1 / 128
     """Prompt tokens to compute, of all requests, in batches."""
 
     load_share: float = 0.9

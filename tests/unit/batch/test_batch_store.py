@@ -257,3 +257,18 @@ async def test_the_input_of_a_batch_cannot_be_deleted_before_its_end(
     batch = await batches.create(OWNER, file_id, "/v1/completions", "24h", {}, 0)
     with pytest.raises(Conflict, match=batch.id):
         await files.delete("acme", file_id)
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_transaction_open(
+    database: SqliteDatabase, batches: BatchStore
+) -> None:
+    for turns in range(6):
+        task = asyncio.create_task(new_batch(BatchStore(database, LIMITS)))
+        for _ in range(turns):
+            # Sleep: one turn of the loop, so that each step of the transaction is cancelled.
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        async with database.transaction() as transaction:
+            await transaction.execute("DELETE FROM batches")
+    assert await batches.newest(9) == []
