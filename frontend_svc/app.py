@@ -63,6 +63,7 @@ from frontend_svc.metrics.collectors import (
 )
 from frontend_svc.metrics.families import CanaryMetrics, DeploymentState, FrontendMetrics
 from frontend_svc.models import tokenizer_files
+from frontend_svc.models.alias_file import AliasFile
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.loading import MODEL_RETRY_INTERVAL_S, keep_loaded
@@ -164,6 +165,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._http_task: asyncio.Task[None] | None = None
         self._lifecycle: Lifecycle | None = None
         self._certificates = _http_certificates(config)
+        self._aliases: AliasFile | None = None
+        if config.aliases:
+            self._aliases = AliasFile(config.aliases, self._models.use_aliases)
         self.http_address = ""
 
     def _open_gateway(self, workers: WorkerPort) -> Gateway:
@@ -218,6 +222,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         models = keep_loaded(self._models, self._snapshot_changed, models_loaded)
         lifecycle.spawn(models, name="models")
         lifecycle.spawn(self._router.run(), name="router session")
+        if self._aliases is not None and self._aliases.path is not None:
+            lifecycle.spawn(self._aliases.follow(), name="aliases")
         if config.canary_interval_s:
             self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
         # The clients of an inherited socket wait meanwhile, or another process accepts them.

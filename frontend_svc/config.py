@@ -13,6 +13,7 @@ from common.api_keys import parse_keys
 from common.errors import InvalidRequest
 from common.runtime.config import Descriptors, Names, Port, ServiceConfig, Share
 from common.runtime.hosts import is_loopback
+from frontend_svc.models.alias_file import read_aliases
 from frontend_svc.openai.body.request_template import RequestTemplate, parse_templates
 
 AuditContent = Literal["all", "request", "none"]
@@ -72,6 +73,10 @@ class FrontendConfig(ServiceConfig):
     configured_models: Names = ()
     """Models that this mesh is to serve. While no worker of one is registered, its requests wait
     for worker_wait_s, then they are a 503 instead of a 404, and /ready names it."""
+    aliases: str = ""
+    """JSON object of names whose requests several models share by weight (canaries, A/B tests),
+    or the path of a file with one, which is read again when it changes. docs/operate/aliases.md has
+    its keys."""
     body_limit_mb: PositiveInt = 45
     """Largest request body in MB. Raise it for very long prompts."""
     requests_max: PositiveInt = 8192
@@ -146,6 +151,10 @@ class FrontendConfig(ServiceConfig):
             _ = self.request_templates
         except (OSError, InvalidRequest) as error:
             found.append(f"request_template: {error}")
+        try:
+            read_aliases(self.aliases)
+        except (OSError, InvalidRequest) as error:
+            found.append(f"aliases: {error}")
         if (self.http_tls_cert_path is None) != (self.http_tls_key_path is None):
             found.append(
                 "http_tls_cert_path: set both --http-tls-cert-path and --http-tls-key-path, or none"

@@ -43,7 +43,7 @@ class CountTokensEndpoint(PostEndpoint[MessagesChat]):
         return request
 
     async def serve(self, context: HttpRequest, body: MessagesChat, meter: RequestMeter) -> None:
-        model = self._models.get_for(body.model, "chat")
+        model = self._models.get_for(self.served_model(context, body.model), "chat")
         context.progress.base_model = model.base
         token_ids, _ = await encode_chat(body, model)
         await send_json(context, orjson.dumps({"input_tokens": len(token_ids)}))

@@ -27,6 +27,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.headers import read_headers
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.preprocessing import routing_hints
+from frontend_svc.request.conversation import conversation_name
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestPlan
 
@@ -44,6 +45,10 @@ class EmbeddingEndpoint(PostEndpoint[EmbeddingBody]):
 
     async def parse(self, context: HttpRequest, raw: bytes) -> EmbeddingBody:
         context.progress.body = request = await off_loop(len(raw), parse_embedding, raw)
+        if request.model in self._models.weighted_aliases:
+            name = conversation_name(context.headers, None)
+            model = self.served_model(context, request.model, name)
+            context.progress.body = request = request.model_copy(update={"model": model})
         hints = read_headers(context.header_pairs)
         check_permissions(context.caller, hints)
         return EmbeddingBody(request, hints)

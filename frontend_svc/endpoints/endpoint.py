@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Generic, TypeVar
 
 import structlog
@@ -54,13 +55,14 @@ from frontend_svc.errors import (
     refusal_code,
 )
 from frontend_svc.metrics.families import BATCH_ENDPOINT, DeploymentState, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.catalog import NO_WORKER, ModelCatalog
 from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
+from frontend_svc.models.variants import Choice, choose
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
-from frontend_svc.request.conversation import affinity_key
+from frontend_svc.request.conversation import SESSION_HEADER, affinity_key
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementRequest, new_placement
 from frontend_svc.request.types import RequestOutcome, RequestPlan
@@ -105,6 +107,7 @@ class PostEndpoint(ABC, Generic[P]):
         self._config = dependencies.config
         self._records = dependencies.records
         self._usage = dependencies.usage
+        self._rng = Random()
         self._active_requests = 0
 
     @abstractmethod
@@ -245,6 +248,30 @@ class PostEndpoint(ABC, Generic[P]):
         text = f"The body is larger than {self._config.body_limit_mb} MB."
         return InvalidRequest(text, reason=BODY_TOO_LARGE)
 
+    def served_model(self, context: HttpRequest, name: str, conversation: bytes = b"") -> str:
+        """Returns the model of a request: of a configured alias, one of its variants, else the name
+        itself. Raises Unavailable if no worker has ever served the variant.
+
+        - conversation: see `conversation_name`.
+        """
+        alias = self._models.weighted_aliases.get(name)
+        if alias is None:
+            return name
+        match alias.sticky:
+            case "session":
+                key = context.headers.get(SESSION_HEADER, b"") or conversation
+            case "tenant":
+                key = context.caller.tenant.encode()
+            case "none":
+                key = b""
+        chosen = choose(name, alias, key, self._models.is_served, self._rng)
+        context.progress.choice = chosen
+        self._state.frontend.alias_requests(name, chosen.model, _reason(chosen)).inc()
+        if not self._models.is_served(chosen.model) and self._models.is_unknown(chosen.model):
+            text = f"no worker serves {chosen.model!r}, which is to serve this request to {name!r}"
+            raise Unavailable(text, 1.0, reason=NO_WORKER)
+        return chosen.model
+
     def make_plan(
         self, context: HttpRequest, request: PreprocessedRequest, choice: int = 0
     ) -> RequestPlan:
@@ -340,3 +367,8 @@ def _engine_priority(context: HttpRequest, request: PreprocessedRequest) -> int 
     if context.is_background:
         return BACKGROUND_PRIORITY
     return request.routing.priority if request.routing is not None else None
+
+
+def _reason(choice: Choice) -> str:
+    """Returns why a model serves a request to an alias, for metrics."""
+    return "fallback" if choice.is_fallback else "weight"

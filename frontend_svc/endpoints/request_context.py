@@ -15,6 +15,7 @@ from frontend_svc.edge.asgi import ClientConnection, Headers, Send
 from frontend_svc.endpoints.header_ids import id_headers
 from frontend_svc.endpoints.route import Route
 from frontend_svc.metrics.families import RequestMeter
+from frontend_svc.models.variants import Choice
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
@@ -23,6 +24,8 @@ from frontend_svc.tracing import RequestSpan
 
 MODEL_OWNER = "kvmesh"
 OMITTED_TOOLS_HEADER = b"x-kvmesh-omitted-tools"
+# Of requests to a configured alias: the model that serves it, and the variant that it replaces.
+VARIANT_HEADER, FALLBACK_HEADER = b"x-kvmesh-variant", b"x-kvmesh-fallback-from"
 
 
 class RequestBody(Protocol):
@@ -61,6 +64,9 @@ class Progress:
 
     omitted_tools: Sequence[str] = ()
     """Types of the tools of the body that are left out of its prompt."""
+
+    choice: Choice | None = None
+    """The model of a request to a configured alias; None: the body names no such alias."""
 
     meter: RequestMeter | None = None
 
@@ -143,11 +149,15 @@ class HttpRequest:
 
     @property
     def own_headers(self) -> Headers:
-        """Headers of every response: the ids of the request, what is left of its quota, and which
-        tools its prompt does not have."""
+        """Headers of every response: the ids of the request, what is left of its quota, which tools
+        its prompt does not have, and which model serves an alias."""
         headers = id_headers(self.route.errors, self.client_id)
         if omitted := self.progress.omitted_tools:
             headers = (*headers, (OMITTED_TOOLS_HEADER, ", ".join(omitted).encode()))
+        if (choice := self.progress.choice) is not None:
+            headers = (*headers, (VARIANT_HEADER, choice.model.encode()))
+            if choice.is_fallback:
+                headers = (*headers, (FALLBACK_HEADER, choice.variant.encode()))
         return headers if self.quota is None else (*headers, *self.quota.headers)
 
     @property

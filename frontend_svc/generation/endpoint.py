@@ -69,6 +69,11 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         parsed = await self._api.parse(raw, context.caller)
         request = with_headers(parsed.request, read_headers(context.header_pairs))
         progress = context.progress
+        progress.body = request
+        name = request.model
+        if name in self._models.weighted_aliases and progress.choice is None:
+            model = self.served_model(context, name, _conversation(context, request, parsed))
+            request = request.model_copy(update={"model": model})
         progress.body, progress.uses_alias = request, request.kvmesh is not None
         progress.omitted_tools = parsed.omitted_tools
         check_permissions(context.caller, request.nvext, request.priority)
@@ -80,8 +85,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         extension = _extension(prepared, info)
         api_format = body.make_format(info)
         is_query_only = extension is not None and extension.is_query_only
-        named = context.request_id if body.continued == "" else body.continued
-        conversation = conversation_name(context.headers, prepared.body.prompt_cache_key, named)
+        conversation = _conversation(context, prepared.body, body)
         plans = self._plans(context, prepared, conversation, is_query_only=is_query_only)
         request_ids = [plan.request_id for plan, _ in plans]
         form = None if is_query_only else _form(prepared)
@@ -188,6 +192,13 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
                     plan = replace(plan, is_query_only=True)
                 plans.append((plan, placement))
         return plans
+
+
+def _conversation(
+    context: HttpRequest, request: ChatRequest | CompletionRequest, body: ParsedBody
+) -> bytes:
+    named = context.request_id if body.continued == "" else body.continued
+    return conversation_name(context.headers, request.prompt_cache_key, named)
 
 
 def _preprocessed(

@@ -9,7 +9,7 @@ into one object.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -52,6 +52,12 @@ def read_body(raw: bytes) -> PassThroughRequest:
     return PassThroughRequest(
         model, stream is True, raw, cache_key if isinstance(cache_key, str) else None
     )
+
+
+def with_model(body: PassThroughRequest, model: str) -> PassThroughRequest:
+    """Returns the body for another model."""
+    value = parse_json_object(body.json)
+    return replace(body, model=model, json=orjson.dumps({**value, "model": model}))
 
 
 def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:

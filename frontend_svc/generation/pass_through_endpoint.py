@@ -15,7 +15,7 @@ from frontend_svc.endpoints.route import Route
 from frontend_svc.errors import HEADER_FIELDS
 from frontend_svc.generation.api import ParsedBody, off_loop
 from frontend_svc.generation.endpoint import GenerationEndpoint
-from frontend_svc.generation.pass_through import PassThroughRequest, read_body
+from frontend_svc.generation.pass_through import PassThroughRequest, read_body, with_model
 from frontend_svc.generation.streaming import relay_chunks, send_merged_chunks
 from frontend_svc.generation.worker_requests import count_outcome, open_requests
 from frontend_svc.metrics.families import RequestMeter
@@ -101,9 +101,21 @@ class CompletionEndpoint(PostEndpoint[ParsedBody | PassThroughRequest]):
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody | PassThroughRequest:
         if self._models.pass_through:
             body = await off_loop(len(raw), read_body, raw)
+            if body.model in self._models.weighted_aliases:
+                return await self._parse_alias(context, raw, body)
             if self._pass_through.serves(body.model):
                 return self._pass_through.accept(context, body)
         return await self._generation.parse(context, raw)
+
+    async def _parse_alias(
+        self, context: HttpRequest, raw: bytes, body: PassThroughRequest
+    ) -> ParsedBody | PassThroughRequest:
+        """Reads a body that names a configured alias, while there are pass-through models."""
+        name = conversation_name(context.headers, body.cache_key)
+        chosen = self.served_model(context, body.model, name)
+        if self._pass_through.serves(chosen):
+            return self._pass_through.accept(context, with_model(body, chosen))
+        return await self._generation.parse(context, with_model(body, chosen).json)
 
     # Any: a coroutine sends and yields nothing of ours. One frame less for each wake-up.
     def serve(

@@ -237,6 +237,12 @@ class FrontendMetrics:
         ended = counter("requests_total", "Requests ended", *outcome)
         failures = counter("failures_total", "Requests that failed", "endpoint", "error_type")
         refused = counter("refused_bodies_total", "Bodies refused", "endpoint", "code")
+        alias_requests = Counter(
+            f"{prefix}_alias_requests_total",
+            "Requests to configured aliases by the model that serves them: by weight, or fallback",
+            ("alias", "model", "reason"),
+            registry=None,
+        )
         by_model: dict[str, Counter | WrittenGauge | SingleThreadHistogram] = {
             attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
         }
@@ -251,12 +257,13 @@ class FrontendMetrics:
             children: dict[str, Any] = {a: family.labels(model) for a, family in by_model.items()}
             return ModelSeries(**children)
 
-        totals = (started, ended, failures, refused)
+        totals = (started, ended, failures, refused, alias_requests)
         self.collectors: tuple[Collector, ...] = (*totals, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
         self.started, self.ended = cache(started.labels), cache(ended.labels)
         self.failures, self.refused = cache(failures.labels), cache(refused.labels)
+        self.alias_requests = alias_requests.labels
 
 
 class CanaryMetrics:

@@ -48,6 +48,7 @@ from frontend_svc.models.model_watch import (
 from frontend_svc.models.served_model import ServedModel, build_model
 from frontend_svc.models.tokenizer_files import PREPARE
 from frontend_svc.models.tokenizer_trials import TokenizerTrials
+from frontend_svc.models.variants import Aliases as WeightedAliases
 
 NO_WORKER = "NO_WORKER"
 MODEL_REFUSED = "MODEL_REFUSED"
@@ -129,6 +130,7 @@ class ModelCatalog:
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
         self._aliases: Mapping[str, str] = {}
+        self._weighted_aliases: WeightedAliases = {}
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
         self._pass_through: Sequence[Engine] = ()
@@ -184,6 +186,24 @@ class ModelCatalog:
     def aliases(self) -> Mapping[str, str]:
         """Alias -> model, of models that are served or were served recently."""
         return self._aliases
+
+    @property
+    def weighted_aliases(self) -> WeightedAliases:
+        """The configured aliases, whose requests several models share."""
+        return self._weighted_aliases
+
+    def use_aliases(self, aliases: WeightedAliases) -> None:
+        self._weighted_aliases = aliases
+        self._follow_aliases()
+
+    def is_served(self, name: str) -> bool:
+        """Returns whether workers serve a model, an adapter or an alias of workers now."""
+        name = self.resolve(name)
+        return name in self._watch.served or name in self._adapters
+
+    def is_unknown(self, name: str) -> bool:
+        """Returns whether a request for a model that is not served is a 404."""
+        return isinstance(self._missing_model_error(self.resolve(name)), UnknownModel)
 
     def resolve(self, name: str) -> str:
         """Returns the name of the model that an alias stands for; any other name itself."""
@@ -279,7 +299,7 @@ class ModelCatalog:
         return frozenset(self._watch.served) | self._adapters.keys()
 
     def request_names(self) -> frozenset[str]:
-        """`names`, aliases and configured models."""
+        """`names`, aliases of workers and of the configuration, and configured models."""
         return self._request_names
 
     def workers(self, name: str) -> tuple[Instance, ...]:
@@ -401,7 +421,9 @@ class ModelCatalog:
         cards = {engine.card.name: engine.card for engine in engines if engine.card is not None}
         names = self.names()
         self._aliases = find_aliases(cards.values(), names | self._watch.not_ready.keys())
-        self._request_names = names | self._aliases.keys() | self._configured
+        self._request_names = (
+            names | self._aliases.keys() | self._configured | self._weighted_aliases.keys()
+        )
         awaited_state = names, self._aliases, frozenset(self._watch.refused)
         if awaited_state != self._awaited_state:
             self._awaited_state = awaited_state

@@ -21,6 +21,8 @@ SESSION_HEADERS = (
     b"x-opencode-session",
 )
 _SESSION_HEADERS = frozenset(SESSION_HEADERS)
+# Of a session that stays on its worker.
+SESSION_HEADER = b"x-kvmesh-session-id"
 
 
 def conversation_name(

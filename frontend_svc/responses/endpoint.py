@@ -104,6 +104,7 @@ class ResponsesApi:
                 stored.put(new_id, StoredResponse(response, items, tenant))
 
         response = new_response(request, new_id, info.created, is_stored=stored is not None)
+        response["model"] = info.model  # not an alias, as in a chat
         return ResponsesFormat(response, store, names)
 
     async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
@@ -165,7 +166,7 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
         return chat
 
     async def serve(self, context: HttpRequest, body: ChatRequest, meter: RequestMeter) -> None:
-        model = self._models.get_for(body.model, "chat")
+        model = self._models.get_for(self.served_model(context, body.model), "chat")
         context.progress.base_model = model.base
         token_ids, _ = await encode_chat(body, model)
         count = {"object": "response.input_tokens", "input_tokens": len(token_ids)}

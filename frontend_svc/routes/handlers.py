@@ -105,25 +105,49 @@ class ModelHandlers:
         """Returns the entry of each model that can be served now."""
         models, missing = self._models, self._readiness().models_not_ready
         ready = {model.name: model for model in models.all() if model.name not in missing}
-        entries = [_model_entry(model) for model in ready.values()]
+        weighted = models.weighted_aliases
+        entries = [_model_entry(model) for model in ready.values() if model.name not in weighted]
+        entries += [
+            entry for name in sorted(weighted) if (entry := self._alias_entry(name)) is not None
+        ]
         entries += [
             _model_entry(ready[name], alias)
             for alias, name in sorted(models.aliases.items())
-            if name in ready
+            if name in ready and alias not in weighted
         ]
         entries += [
             model_object(engine.name, engine.created, MODEL_OWNER)
             for engine in models.pass_through
-            if engine.name not in missing
+            if engine.name not in missing and engine.name not in weighted
         ]
         return entries
 
     def _entry(self, name: str) -> dict[str, object]:
         """Returns the entry of a model. Raises UnknownModel."""
+        if (entry := self._alias_entry(name)) is not None:
+            return entry
         for engine in self._models.pass_through:
             if engine.name == name:
                 return model_object(name, engine.created, MODEL_OWNER)
         return _model_entry(self._models.get(name), name)
+
+    def _alias_entry(self, name: str) -> dict[str, object] | None:
+        """Returns the entry of a configured alias; None if there is none that is served. Its limits
+        are the least of its models."""
+        models = self._models
+        if (alias := models.weighted_aliases.get(name)) is None:
+            return None
+        names = [*(variant.model for variant in alias.variants), *alias.fallback]
+        served = [one for one in models.all() if one.name in map(models.resolve, names)]
+        if not any(map(models.is_served, names)):
+            return None
+        lengths = [one.card.context_length for one in served if one.card.context_length]
+        created = min((one.created for one in served), default=0)
+        length = min(lengths, default=None)
+        entry = model_object(
+            name, created, MODEL_OWNER, root=alias.main_model, max_model_len=length
+        )
+        return entry | {"variants": [variant.model_dump() for variant in alias.variants]}
 
 
 class MetricsHandler:

@@ -31,7 +31,7 @@ class TokenizeEndpoint(PostEndpoint[TokenizeRequest]):
         return body
 
     async def serve(self, context: HttpRequest, body: TokenizeRequest, meter: RequestMeter) -> None:
-        model = self._models.get(body.model)
+        model = self._models.get(self.served_model(context, body.model))
         token_ids = await _encode(body, model)
         meter.prompt(len(token_ids))
         token_text = model.tokenizer.id_to_token if body.with_strings else None
@@ -50,7 +50,7 @@ class DetokenizeEndpoint(PostEndpoint[DetokenizeRequest]):
     async def serve(
         self, context: HttpRequest, body: DetokenizeRequest, meter: RequestMeter
     ) -> None:
-        model = self._models.get(body.model)
+        model = self._models.get(self.served_model(context, body.model))
         check_tokens(body, model.vocab_size)
         # All tokens have a text, so that tokenizing it gives the same ids.
         text = await asyncio.to_thread(
