@@ -235,7 +235,7 @@ class Decisions:
             stopwatch.lap()
         pending.on_decision(outcome)
         queued_s = self._clock() - queued.queued_at
-        self._metrics.record_queue_wait(queued_s)
+        self._record_wait(queued, queued_s)
         query, traceparent = queued.query, pending.traceparent
         if isinstance(outcome, MeshError):
             self._record_failure(outcome, query.model, stopwatch, traceparent, queued_s)
@@ -248,10 +248,15 @@ class Decisions:
     def _record_withdrawn(self, pending: _PendingReply) -> None:
         """Records an end like `_finish`, for a caller that receives no result."""
         queued_s = self._clock() - pending.queued.queued_at
-        self._metrics.record_queue_wait(queued_s)
+        self._record_wait(pending.queued, queued_s)
         withdrawn = RequestCancelled("the caller is gone")
         model = pending.queued.query.model
         self._record_failure(withdrawn, model, pending.stopwatch, pending.traceparent, queued_s)
+
+    def _record_wait(self, queued: QueuedRequest, queued_s: float) -> None:
+        # The waits of background requests are no measure of the mesh.
+        if not queued.query.is_background:
+            self._metrics.record_queue_wait(queued_s)
 
     def _record_decision(
         self,

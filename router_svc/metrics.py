@@ -187,7 +187,10 @@ def _read_router(router: Router, now: float) -> Iterator[Reading]:
     queue, tracker, affinity = router.queue, router.load_tracker, router.affinity
     yield gauge("queue_requests", "Requests in the admission queue.", len(queue))
     yield gauge("queue_tokens", "Prompt tokens in the admission queue.", queue.tokens)
-    text = "Seconds that the oldest request in the admission queue has waited; 0 without one."
+    text = (
+        "Seconds that the oldest request in the admission queue has waited; 0 without one. Lines of"
+        " batches do not count."
+    )
     yield gauge("queue_age_seconds", text, queue.oldest_wait_s(now))
     yield gauge("bookings", "Bookings, including those of peers.", len(tracker))
     text = "Bookings that expired without renewal, since the start."

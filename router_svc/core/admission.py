@@ -28,11 +28,12 @@ rescan reaches every class; across classes the order is approximate.
 *Tenants* share by the prompt tokens that were admitted, divided by their weights: the requests of
 each are classes of their own, and a round tries the classes of the tenant with the least tokens
 first, within a level of strict priority. A tenant starts at the least of the others when its
-first request waits; what was admitted is forgotten once the queue is empty.
+first request waits; what was admitted is forgotten once none waits. Background requests have shares
+of their own: what a tenant runs on idle capacity delays none of its others.
 
 Invariants: a key is queued at most once; every class has a request and is in order; `tokens` is the
 sum over the queued requests; none is queued beyond `requests_max`, nor once `tokens_max` is
-reached.
+reached. Background requests take no place of others: they are not counted for those.
 """
 
 from __future__ import annotations
@@ -95,6 +96,13 @@ class ConstraintClass(NamedTuple):
     is_background: bool
 
 
+class _Account(NamedTuple):
+    """Whose admitted tokens are counted together."""
+
+    tenant: str
+    is_background: bool
+
+
 class _RoundEntry(NamedTuple):
     """When a class is tried, least first. admitted: tokens of its tenant, by weight."""
 
@@ -139,8 +147,9 @@ class AdmissionQueue:
         # A heap of the dirty classes of the present round, with the heads that they had.
         self._round: list[_RoundEntry] = []
         self._last_number = 0
-        self._count_by_tenant: Counter[str] = Counter()
-        self._admitted_by_tenant: dict[str, float] = {}
+        self._count_by_account: Counter[_Account] = Counter()
+        self._admitted_by_account: dict[_Account, float] = {}
+        self._background_requests = self._background_tokens = 0
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -164,7 +173,7 @@ class AdmissionQueue:
         the limit reached in its metadata: limit_kind (requests or tokens), current, limit.
         """
         assert key not in self._queued, "a queued key must be withdrawn first"
-        self._check_limits(query.model)
+        self._check_limits(query)
         self._last_number += 1
         order = _queue_order(self.settings.policy, query, now, cached_tokens, self._last_number)
         queued = QueuedRequest(
@@ -173,10 +182,13 @@ class AdmissionQueue:
         self._insert(queued)
         self._queued[key] = queued
         self._count_by_model[query.model] += 1
-        self._add_tenant(query.tenant)
+        self._add_account(_account_of(query))
         if (name := _session_of(query)) is not None:
             self._keys_by_session.setdefault(name, set()).add(key)
         self.tokens += query.total_tokens
+        if query.is_background:
+            self._background_requests += 1
+            self._background_tokens += query.total_tokens
         return queued
 
     def withdraw(self, key: BookingKey) -> QueuedRequest | None:
@@ -190,23 +202,23 @@ class AdmissionQueue:
         if not self._count_by_model[model]:
             del self._count_by_model[model]
             self._dirty_models.discard(model)
-        tenant = queued.query.tenant
-        self._count_by_tenant[tenant] -= 1
-        if not self._count_by_tenant[tenant]:
-            del self._count_by_tenant[tenant]
-        if not self._queued:
-            self._admitted_by_tenant.clear()
+        self._remove_account(_account_of(queued.query))
         if (name := _session_of(queued.query)) is not None:
             self._keys_by_session[name].remove(key)
             if not self._keys_by_session[name]:
                 del self._keys_by_session[name]
         self.tokens -= queued.query.total_tokens
+        if queued.query.is_background:
+            self._background_requests -= 1
+            self._background_tokens -= queued.query.total_tokens
         return queued
 
     def oldest_wait_s(self, now: float) -> float:
-        """Returns how long the oldest queued request has waited; 0 without one."""
+        """Returns how long the oldest queued request has waited that is no background request; 0
+        without one."""
         # A copy, since a scrape reads in another thread.
-        oldest = next(iter(tuple(self._queued.values())), None)
+        waiting = (q for q in tuple(self._queued.values()) if not q.query.is_background)
+        oldest = next(waiting, None)
         return 0.0 if oldest is None else max(0.0, now - oldest.queued_at)
 
     def withdraw_session(self, session: int) -> list[QueuedRequest]:
@@ -269,10 +281,11 @@ class AdmissionQueue:
 
     def admitted(self, query: Query) -> None:
         """Counts a request that was placed, from the queue or past it."""
-        if self._queued:
+        if self._count(query.is_background):
             tokens = max(1, query.total_tokens) / query.tenant_weight
-            admitted = self._admitted_by_tenant.get(query.tenant, 0.0)
-            self._admitted_by_tenant[query.tenant] = admitted + tokens
+            account = _account_of(query)
+            admitted = self._admitted_by_account.get(account, 0.0)
+            self._admitted_by_account[account] = admitted + tokens
 
     def reclassify(self, queued: QueuedRequest, constraint_class: ConstraintClass) -> None:
         """Moves a request to another class, after its session moved; both classes are dirty."""
@@ -297,15 +310,36 @@ class AdmissionQueue:
 
     def _round_entry(self, constraint_class: ConstraintClass) -> _RoundEntry:
         order = self._classes[constraint_class][0][0]
-        admitted = self._admitted_by_tenant.get(constraint_class.tenant, 0.0)
+        account = _Account(constraint_class.tenant, constraint_class.is_background)
+        admitted = self._admitted_by_account.get(account, 0.0)
         return _RoundEntry(order.level, admitted, order, constraint_class)
 
-    def _add_tenant(self, tenant: str) -> None:
-        if not self._count_by_tenant[tenant]:
-            admitted = self._admitted_by_tenant
-            others = [admitted.get(name, 0.0) for name in self._count_by_tenant if name != tenant]
-            admitted[tenant] = max(admitted.get(tenant, 0.0), min(others, default=0.0))
-        self._count_by_tenant[tenant] += 1
+    def _count(self, is_background: bool) -> int:
+        """Returns the queued requests that are background requests, or those that are not."""
+        background = self._background_requests
+        return background if is_background else len(self._queued) - background
+
+    def _add_account(self, account: _Account) -> None:
+        if account not in self._count_by_account:
+            admitted = self._admitted_by_account
+            others = [
+                admitted.get(other, 0.0)
+                for other in self._count_by_account
+                if other.is_background == account.is_background
+            ]
+            admitted[account] = max(admitted.get(account, 0.0), min(others, default=0.0))
+        self._count_by_account[account] += 1
+
+    def _remove_account(self, account: _Account) -> None:
+        self._count_by_account[account] -= 1
+        if self._count_by_account[account]:
+            return
+        del self._count_by_account[account]
+        is_background = account.is_background
+        if not any(other.is_background == is_background for other in self._count_by_account):
+            admitted = self._admitted_by_account
+            for other in [other for other in admitted if other.is_background == is_background]:
+                del admitted[other]
 
     def _insert(self, queued: QueuedRequest) -> None:
         entries = self._classes.setdefault(queued.constraint_class, [])
@@ -323,10 +357,14 @@ class AdmissionQueue:
             self.withdraw(request.key)
         return queued
 
-    def _check_limits(self, model: str) -> None:
+    def _check_limits(self, query: Query) -> None:
+        requests, tokens, model = len(self._queued), self.tokens, query.model
+        if not query.is_background:
+            requests -= self._background_requests
+            tokens -= self._background_tokens
         limits = (
-            ("requests", "requests", len(self._queued), self.settings.requests_max),
-            ("tokens", "prompt tokens", self.tokens, self.settings.tokens_max),
+            ("requests", "requests", requests, self.settings.requests_max),
+            ("tokens", "prompt tokens", tokens, self.settings.tokens_max),
         )
         for kind, unit, current, limit in limits:
             if current >= limit:
@@ -337,6 +375,10 @@ class AdmissionQueue:
                     metadata={"model": model, "limit_kind": kind}
                     | {"current": str(current), "limit": str(limit)},
                 )
+
+
+def _account_of(query: Query) -> _Account:
+    return _Account(query.tenant, query.is_background)
 
 
 def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) -> ConstraintClass:

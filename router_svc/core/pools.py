@@ -163,15 +163,16 @@ class PoolObserver:
         return sums
 
     def _queues(self, now: float) -> dict[str, _Queue]:
-        """Returns the queued requests by model."""
+        """Returns the queued requests by model. Background requests wait for idle capacity: they
+        are no reason for more workers."""
         found: dict[str, _Queue] = {}
         for queued in self._router.queue:
+            if queued.query.is_background:
+                continue
             queue = found.get(queued.query.model)
             if queue is None:
                 queue = found[queued.query.model] = _Queue(oldest_s=now - queued.queued_at)
-            queue.requests += not (
-                queued.query.is_background or queued.key.request_id.startswith(CANARY_ID_PREFIX)
-            )
+            queue.requests += not queued.key.request_id.startswith(CANARY_ID_PREFIX)
             queue.tokens += queued.query.total_tokens
         return found
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
-from common.errors import MeshError
+import pytest
+
+from common.errors import MeshError, Overloaded
 from common.registry.instances import Instance
 from common.request.placement import Query
 from router_svc.core.admission import QueuedRequest, QueueSettings
 from router_svc.core.decision import DecisionRecord
 from router_svc.core.eligibility import BackgroundLimits
 from router_svc.core.policy import Policy
+from router_svc.core.pools import PoolObserver
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from tests.kit import instances
@@ -25,17 +29,26 @@ LONG, SHORT = BATCH, 10
 class Bed:
     """A router that gives background requests a tenth of a batch, and half of four sequences."""
 
-    def __init__(self, *workers: Instance, threshold: float | None = None) -> None:
+    def __init__(
+        self, *workers: Instance, threshold: float | None = None, requests_max: int = 100
+    ) -> None:
         limits = BackgroundLimits(prefill_share=0.1, load_share=0.5)
-        policy = Policy(queue=QueueSettings(threshold=threshold), background=limits)
+        queue = QueueSettings(threshold=threshold, requests_max=requests_max)
+        policy = Policy(queue=queue, background=limits)
         self.router = Router(SELECTORS["least_loaded"](), policy=policy)
         self.router.update(snapshot_of(*(workers or (worker(1),))), 0.0)
         self._session = self.router.load_tracker.open_session(FRONTEND)
 
     def admit(
-        self, name: str, tokens: int = SHORT, *, is_background: bool = True
+        self,
+        name: str,
+        tokens: int = SHORT,
+        *,
+        is_background: bool = True,
+        tenant: str = "",
+        model: str = "m",
     ) -> DecisionRecord | QueuedRequest:
-        query = Query("m", tokens, is_background=is_background)
+        query = Query(model, tokens, is_background=is_background, tenant=tenant)
         return self.router.admit(query, key(name), 1.0, Random(0), self._session)
 
     def rescan(self) -> list[str]:
@@ -111,3 +124,49 @@ def test_the_lines_of_tenants_share_the_idle_capacity() -> None:
             bed.router.admit(query, key(f"{tenant} {n}"), 1.0, Random(0), None)
     bed.router.load_tracker.free(key("user"))
     assert set(bed.rescan()) == {"a 0", "b 0"}
+
+
+def test_it_takes_no_place_of_others_in_the_queue() -> None:
+    bed = Bed(threshold=0.5, requests_max=2)
+    bed.admit("user", LONG, is_background=False)
+    assert all(waits(bed.admit(name)) for name in ("line 1", "line 2"))
+    with pytest.raises(Overloaded, match="2/2 requests"):
+        bed.admit("line 3")
+    assert all(waits(bed.admit(name, is_background=False)) for name in ("user 2", "user 3"))
+    with pytest.raises(Overloaded, match="2/2 requests"):
+        bed.admit("user 4", is_background=False)
+
+
+def test_what_a_tenant_runs_on_idle_capacity_delays_none_of_its_others() -> None:
+    bed = Bed(worker(1), replace(worker(2), model="idle"), threshold=0.5)
+    bed.admit("user", LONG, is_background=False)
+    for name in ("b 1", "b 2"):
+        assert waits(bed.admit(name, LONG, is_background=False, tenant="b"))
+    for n in range(3):
+        assert not waits(bed.admit(f"line {n}", LONG, tenant="a", model="idle"))
+        bed.router.load_tracker.free(key(f"line {n}"))
+    assert waits(bed.admit("a 1", LONG, is_background=False, tenant="a"))
+    for ends, begins in (("user", "b 1"), ("b 1", "a 1"), ("a 1", "b 2")):
+        bed.router.load_tracker.free(key(ends))
+        assert bed.rescan() == [begins]
+
+
+def test_its_wait_is_no_age_of_the_queue() -> None:
+    bed = Bed(threshold=0.5)
+    bed.admit("user", LONG, is_background=False)
+    bed.admit("line")
+    assert bed.router.queue.oldest_wait_s(30.0) == 0.0
+    bed.admit("user 2", is_background=False)
+    assert bed.router.queue.oldest_wait_s(30.0) == 29.0
+
+
+def test_it_is_no_reason_for_more_workers() -> None:
+    samples = []
+    for lines in (0, 3):
+        bed = Bed()
+        observer = PoolObserver(bed.router)
+        observer.samples(1.0, {})
+        bed.admit("user", LONG, is_background=False)
+        assert all(waits(bed.admit(f"line {n}", LONG)) for n in range(lines))
+        samples.append(observer.samples(11.0, {}))
+    assert samples[0] == samples[1]
