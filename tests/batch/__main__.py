@@ -1,6 +1,6 @@
 """A batch beside streams, and through the death of every process: `make batch-test`.
 
-    python -m tests.batch [--lines 10000] [--rounds 4] [--seconds 30] [--only CASE]
+    python -m tests.batch [--lines 10000] [--rounds 4] [--seconds 30] [--speedup 0.25] [--only CASE]
 
 Cases, each a mesh of its own; each prints a JSON line:
 
@@ -42,7 +42,7 @@ PROMPT_WORDS, RESPONSE_TOKENS = 300, 128
 LINE_TOKENS = 32
 SEATS = 64
 WORKERS = 2
-SLOW = ("--speedup=0.25", f"--max-num-seqs={SEATS}")
+SLOW = (f"--max-num-seqs={SEATS}",)
 # So that the processors of this host bear the kills of a batch of 10,000 lines.
 FAST = ("--speedup=8", f"--max-num-seqs={SEATS}")
 # Caches of 16,000 tokens a worker.
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--speedup", type=float, default=0.25, help="of the sim in `beside`")
     parser.add_argument("--only", choices=tuple(CASES), action="append")
     arguments = parser.parse_args()
     try:
@@ -105,7 +106,8 @@ def summarize(results: dict[str, Json], lines: int) -> Json:
 
 def run_beside(folder: Path, arguments: argparse.Namespace) -> Json:
     """Measures the streams alone and beside a batch, and the capacity that the streams leave."""
-    with Mesh(folder, workers=WORKERS, batches=1, indexers=1, worker_flags=SLOW) as mesh:
+    flags = [*SLOW, f"--speedup={arguments.speedup:g}"]
+    with Mesh(folder, workers=WORKERS, batches=1, indexers=1, worker_flags=flags) as mesh:
         return asyncio.run(_beside(mesh, arguments.rounds, arguments.seconds))
 
 

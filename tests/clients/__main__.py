@@ -40,9 +40,15 @@ FEATURES = {
     "embeddings": "embeddings",
     "responses": "responses",
     "messages": "messages",
+    "batches": "files and batches",
 }
 # Features whose route an older mesh may lack.
-ROUTES = {"embeddings": "embeddings", "responses": "responses", "messages": "messages"}
+ROUTES = {
+    "embeddings": "embeddings",
+    "responses": "responses",
+    "messages": "messages",
+    "batches": "batches",
+}
 # An SDK that speaks only one other API has its features there.
 PREFIX = "messages_"
 PROGRAM_TIMEOUT_S = 300.0
@@ -79,7 +85,7 @@ def run_programs(names: Sequence[str], clients: Path) -> list[Result]:
     node_modules = clients / "node"
     with (
         tempfile.TemporaryDirectory() as folder,
-        Mesh(Path(folder), worker_flags=["--speedup=20"]) as mesh,
+        Mesh(Path(folder), batches=1, worker_flags=["--speedup=20"]) as mesh,
     ):
         missing = missing_features(mesh.url)
         for program in selected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import openai
@@ -26,6 +28,8 @@ from cells import (
 CLIENT = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 TOOLS: Any = [openai_tool()]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+# Of a batch of one line.
+BATCH_S = 60.0
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA}
 
 
@@ -122,6 +126,34 @@ def responses() -> None:
     assert CLIENT.responses.parse(model=MODEL, input="Hello", text_format=Weather).output_parsed
 
 
+def batches() -> None:
+    line = {
+        "custom_id": "one",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": MODEL, "messages": HELLO, "max_tokens": MAX_TOKENS},
+    }
+    content = json.dumps(line).encode()
+    file = CLIENT.files.create(file=("lines.jsonl", content), purpose="batch")
+    assert file.id in [one.id for one in CLIENT.files.list(purpose="batch")]
+    batch = CLIENT.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    ends_at = time.monotonic() + BATCH_S
+    while batch.status != "completed":
+        assert time.monotonic() < ends_at, batch.status
+        # Sleep: clients of batches poll.
+        time.sleep(0.1)
+        batch = CLIENT.batches.retrieve(batch.id)
+    assert batch.id in [one.id for one in CLIENT.batches.list()]
+    assert batch.output_file_id is not None
+    row = json.loads(CLIENT.files.content(batch.output_file_id).text)
+    expect_equal(row["custom_id"], "one")
+    text = row["response"]["body"]["choices"][0]["message"]["content"]
+    expect_equal(text, chat_text(HELLO, max_tokens=MAX_TOKENS))
+    assert CLIENT.files.delete(file.id).deleted
+
+
 run(
     "openai (Python)",
     chat=chat,
@@ -133,4 +165,5 @@ run(
     tool_results=tool_results,
     embeddings=embeddings,
     responses=responses,
+    batches=batches,
 )
