@@ -16,6 +16,7 @@ from epp_svc.core.hints import Hints
 from epp_svc.core.messages import Pick
 from epp_svc.prompts import PromptTokens, ReadBody, find_model, tokenize_body, tokenized_model
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.request.conversation import affinity_key
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest, new_placement
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.workers.breaker import Cause
@@ -64,8 +65,11 @@ class Placing:
         hints: Hints,
         subset: tuple[str, ...] | None,
         limit_s: float,
+        conversation: bytes = b"",
     ) -> Booked:
         """Returns a placement with a booking, which `free` ends. A cancelled call leaves none.
+
+        conversation: the client's name of it; see `conversation_name`.
 
         Raises Unavailable without an endpoint, UnknownModel, InvalidRequest, and Overloaded if the
         mesh is full, or if the router does not place the request within `limit_s`.
@@ -85,6 +89,7 @@ class Placing:
             routing=routing,
             strict_priority=hints.level,
             tenant=hints.tenant,
+            affinity_key=affinity_key(hints.tenant, name, conversation),
         )
         placement = PlacementRequest(query, arrived_at)
         if prompt.first is not None and model is not None:

@@ -24,8 +24,9 @@ from epp_svc.core.messages import (
 )
 from epp_svc.metrics import Metrics
 from epp_svc.placing import Booked, Placing
-from epp_svc.prompts import read_body
+from epp_svc.prompts import ReadBody, read_body
 from epp_svc.wire import read_part, write_answer
+from frontend_svc.request.conversation import conversation_name
 from kvmesh.extproc.v1 import extproc_pb2 as pb
 
 PATH, CLIENT_ID = ":path", "x-request-id"
@@ -102,14 +103,14 @@ class Picker:
 
     async def _pick(self, request: _Request) -> Sequence[Step]:
         """Returns the steps after the placement of a complete request."""
-        exchange, config = request.exchange, self._config
+        exchange, config, head = request.exchange, self._config, request.exchange.head
         began_at = time.monotonic()
         try:
-            hints = read_hints(exchange.head.headers, config.priorities)
-            body = await read_body(exchange.body, exchange.head.headers.get(PATH, ""))
+            hints = read_hints(head.headers, config.priorities)
+            body = await read_body(exchange.body, head.headers.get(PATH, ""))
             limit_s = config.shed_after_s if hints.is_sheddable else config.pick_timeout_s
             booked = await self._placing.place(
-                request.id, body, hints, exchange.head.subset, limit_s
+                request.id, body, hints, head.subset, limit_s, _conversation(head, body)
             )
         except MeshError as error:
             request.error = error
@@ -170,6 +171,13 @@ class Picker:
         if (error := request.error) is not None:
             fields |= {"failure": error.reason, "error": error.message}
         log.info("pick", **fields)
+
+
+def _conversation(head: RequestHeaders, body: ReadBody) -> bytes:
+    """Returns the client's name of its conversation; b"" without one."""
+    headers = {name.encode(): value.encode() for name, value in head.headers.items()}
+    cache_key = None if body.value is None else body.value.get("prompt_cache_key")
+    return conversation_name(headers, cache_key if isinstance(cache_key, str) else None)
 
 
 def _outcome(request: _Request) -> str:

@@ -182,6 +182,19 @@ def test_bodies_that_the_mesh_cannot_read_reach_a_server_unchanged(
     no_bookings(mesh)
 
 
+def test_a_named_conversation_stays_where_its_prompts_are_unknown(
+    mesh: PickerMesh, picker: Service
+) -> None:
+    body = {"model": MODEL, "input": ["a"]}
+    for name in ("one", "two", "three"):
+        headers = {"x-session-id": name}
+        turns = [
+            pick(address(picker), body, path="/v1/embeddings", headers=headers) for _ in range(6)
+        ]
+        assert len({turn.endpoints[0] for turn in turns}) == 1, name
+    no_bookings(mesh)
+
+
 def test_an_unknown_model_is_a_404_and_a_rewrite_names_another(
     mesh: PickerMesh, picker: Service
 ) -> None:
