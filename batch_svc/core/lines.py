@@ -102,13 +102,17 @@ def prefix_of(body: dict[str, Any]) -> bytes:
 
 
 def _split(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a content without their ends."""
-    rest = b""
+    """Yields the lines of a content without their ends. A line of many parts is joined once."""
+    rest: list[bytes] = []
     for part in parts:
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
+        end, *lines = part.split(b"\n")
+        rest.append(end)
+        if lines:
+            yield b"".join(rest)
+            yield from lines[:-1]
+            rest = lines[-1:]
+    if last := b"".join(rest):
+        yield last
 
 
 def _read(raw: bytes, number: int, endpoint: str, custom_ids: set[str]) -> Line:

@@ -23,12 +23,14 @@ def content(*lines: dict[str, Any]) -> bytes:
     return b"\n".join(orjson.dumps(one) for one in lines)
 
 
-def test_lines_keep_their_number_also_beside_empty_ones_and_split_parts() -> None:
-    raw = content(line("a"), line("b")).replace(b"\n", b"\n\n") + b"\n"
-    parts = [raw[i : i + 7] for i in range(0, len(raw), 7)]
-    lines, errors = read_lines(parts, CHAT, 10)
-    assert not errors
-    assert [(one.number, one.custom_id) for one in lines] == [(1, "a"), (3, "b")]
+@pytest.mark.parametrize("size", [1, 7, 100, 1000])
+def test_lines_keep_their_number_also_beside_empty_ones_and_split_parts(size: int) -> None:
+    raw = content(line("a"), line("b"), line("c")).replace(b"\n", b"\n\n")
+    for ended in (raw, raw + b"\n"):
+        parts = [ended[i : i + size] for i in range(0, len(ended), size)]
+        lines, errors = read_lines(parts, CHAT, 10)
+        assert not errors
+        assert [(one.number, one.custom_id) for one in lines] == [(1, "a"), (3, "b"), (5, "c")]
 
 
 BODY = line()["body"]
