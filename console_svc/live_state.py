@@ -15,6 +15,7 @@ from console_svc.collect.collector import Collector, Subscribers
 from console_svc.collect.request_log import row_of
 from console_svc.config import ConsoleConfig
 from console_svc.state.actions import ChatDelta, ChatRequest, ReplayReport, ReplayRequest
+from console_svc.state.batches import Batches
 from console_svc.state.console_state import Unsubscribe
 from console_svc.state.members import Curve, Event, IndexView, Member, Model, Overview
 from console_svc.state.requests import Explanation, RequestRow, Trace
@@ -93,6 +94,10 @@ class LiveState:
     @property
     def tenants(self) -> Tenants:
         return self._collector.tenants
+
+    @property
+    def batches(self) -> Batches:
+        return self._collector.batches
 
     @property
     def requests(self) -> Sequence[RequestRow]:

@@ -26,13 +26,20 @@ async def read_progress(
     return response
 
 
+async def list_progress(
+    channel: rpc.MeshChannel, limit: int, *, timeout_s: float = TIMEOUT_S
+) -> batch_pb2.ListProgressResponse:
+    """Returns the response of the batch service at the other end of a channel. Raises MeshError."""
+    response: batch_pb2.ListProgressResponse = await rpc.unary(
+        batch_pb2_grpc.BatchServiceStub(channel).ListProgress,
+        batch_pb2.ListProgressRequest(limit=limit),
+        timeout_s=timeout_s,
+    )
+    return response
+
+
 async def _read(
     address: str, security: rpc.Security, limit: int, timeout_s: float
 ) -> batch_pb2.ListProgressResponse:
     async with rpc.channel(address, role="batch", security=security) as channel:
-        response: batch_pb2.ListProgressResponse = await rpc.unary(
-            batch_pb2_grpc.BatchServiceStub(channel).ListProgress,
-            batch_pb2.ListProgressRequest(limit=limit),
-            timeout_s=timeout_s,
-        )
-    return response
+        return await list_progress(channel, limit, timeout_s=timeout_s)

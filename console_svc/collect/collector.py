@@ -23,6 +23,7 @@ from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.registry.open import describe_registry
 from common.registry.registry import Registry, follow
 from common.rpc import channel as rpc
+from console_svc.collect.batches import read_batches
 from console_svc.collect.cards import Cards
 from console_svc.collect.channels import Channels
 from console_svc.collect.frontends import Frontends
@@ -34,6 +35,7 @@ from console_svc.collect.roster import Roster, count_unhealthy
 from console_svc.collect.scrape import sum_usage
 from console_svc.collect.tenants import TenantShares, view_tenants
 from console_svc.config import ConsoleConfig
+from console_svc.state.batches import Batches
 from console_svc.state.members import IndexView, Member, Model, Overview
 from console_svc.state.tenants import Tenants
 
@@ -100,6 +102,7 @@ class Collector:
         self.overview = Overview(config.namespace, describe_registry(config))
         self.models: tuple[Model, ...] = ()
         self.tenants = Tenants()
+        self.batches = Batches()
         self.cycle_s = 0.0
         """Duration of the last measurement."""
         self.queries = 0
@@ -153,6 +156,7 @@ class Collector:
                 await asyncio.gather(
                     self.frontends.read(self.roster.instances("frontend")),
                     self._read_requests(),
+                    self._read_batches(),
                 )
                 if began_at - index_at >= INDEX_INTERVAL_S:
                     index_at = began_at
@@ -209,6 +213,11 @@ class Collector:
                 self.requests.add(await self._recent.read(channel, frontend.id, name))
 
         await asyncio.gather(*map(read, self.roster.instances("frontend")))
+
+    async def _read_batches(self) -> None:
+        services = self.roster.instances("batch")
+        name_of = self.roster.name
+        self.batches = await read_batches(self.channels, services, self.batches, name_of)
 
     async def _read_indexes(self) -> None:
         indexers = self.roster.instances("indexer")

@@ -8,6 +8,7 @@ from pathlib import Path
 from nicegui import app, ui
 
 from console_svc.pages import (
+    batches,
     index,
     keys,
     member,
@@ -25,7 +26,8 @@ from console_svc.state.console_state import ConsoleState
 ASSETS = Path(__file__).parent.parent / "assets"
 
 _PAGES = (
-    *(overview, member, requests, request, index, tenants, usage, models, keys, playground),
+    *(overview, member, requests, request, index, tenants, usage, batches, models, keys),
+    playground,
     replay,
 )
 

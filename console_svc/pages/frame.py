@@ -18,6 +18,7 @@ PAGES: Final = (
     ("/index", "KV index"),
     ("/tenants", "Tenants"),
     ("/usage", "Usage"),
+    ("/batches", "Batches"),
     ("/models", "Models"),
     ("/keys", "Keys"),
     ("/playground", "Playground"),

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from console_svc.state.actions import ChatDelta, ChatRequest, ReplayReport, ReplayRequest
+from console_svc.state.batches import Batches
 from console_svc.state.members import Curve, Event, IndexView, Member, Model, Overview
 from console_svc.state.requests import Explanation, RequestRow, Trace
 from console_svc.state.tenants import Tenants
@@ -58,6 +59,8 @@ class ConsoleState(Protocol):
     @property
     def tenants(self) -> Tenants: ...
 
+    @property
+    def batches(self) -> Batches: ...
     @property
     def requests(self) -> Sequence[RequestRow]:
         """Recent requests, newest first. Those that were not sampled have no trace id."""

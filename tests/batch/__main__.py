@@ -139,7 +139,9 @@ async def _beside(mesh: Mesh, rounds: int, seconds: float) -> Json:
             await asyncio.to_thread(job.cancel)
             job.close()
         seats = WORKERS * SEATS - STREAMS
-        capacity = await saturate(mesh.url, lines, seats, WARM_UP_S, seconds)
+        # In the order in which the batch sends them: sums of others would be less.
+        ordered = sorted(lines, key=lambda body: str(body["prompt"]))
+        capacity = await saturate(mesh.url, ordered, seats, WARM_UP_S, seconds)
     p99_alone, p99_beside = _p99(alone), _p99(beside)
     return {
         "streams": STREAMS,

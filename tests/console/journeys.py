@@ -21,6 +21,7 @@ PAGES = (
     ("index", "/index", "KV index"),
     ("tenants", "/tenants", "Tenants"),
     ("usage", "/usage", "Usage"),
+    ("batches", "/batches", "Batches"),
     ("models", "/models", "Models"),
     ("keys", "/keys", "API keys"),
     ("playground", "/playground", "Playground"),

@@ -7,6 +7,7 @@ its pages there; the login, the gate and the HTTP server are those of production
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import socket
 import time
@@ -34,6 +35,7 @@ EMPTY_PAGES = (
     ("/index", "No indexer is registered"),
     ("/tenants", "The mesh has no API keys"),
     ("/usage", "No usage yet"),
+    ("/batches", "The mesh has no batch service"),
     ("/models", "No model is served"),
     ("/keys", "The mesh has no API keys"),
     ("/playground", "No model is served"),
@@ -158,3 +160,31 @@ async def test_each_page_shows_a_running_mesh(mesh: Mesh, tmp_path: Path, otlp_p
         await sees(user, "decode on decode-1 follows prefill on prefill-1: linked")
         await sees(user, "chosen by router-1 (kv)")
         await sees(user, "Prefill: candidates")
+
+
+async def test_batches_are_shown_with_their_progress_and_the_service_that_runs_them(
+    tmp_path: Path,
+) -> None:
+    line = {
+        "custom_id": "one",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "sim", "prompt": "Hi", "max_tokens": 2},
+    }
+    with Mesh(tmp_path, workers=1, batches=1, named=True, worker_flags=["--speedup=20"]) as mesh:
+        async with viewed(tmp_path) as user:
+            await user.open("/batches")
+            await sees(user, "No batch yet")
+            form = {"file": ("lines.jsonl", json.dumps(line).encode())}
+            file = mesh.http.post(
+                f"{mesh.url}/v1/files", data={"purpose": "batch"}, files=form
+            ).json()
+            body = {
+                "input_file_id": file["id"],
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
+            batch = mesh.http.post(f"{mesh.url}/v1/batches", json=body).json()
+            await sees(user, batch["id"])
+            await sees(user, "completed")
+            await sees(user, "by batch-1")

@@ -11,6 +11,7 @@ from common.errors import NotFound
 from common.inspection.traffic import Traffic
 from common.usage import UsageCounts
 from console_svc.state.actions import ChatDelta, ChatRequest, ReplayReport, ReplayRequest, ReplayRun
+from console_svc.state.batches import Batches
 from console_svc.state.members import (
     SERVING,
     Adapter,
@@ -297,6 +298,7 @@ class FakeState:
     models: Sequence[Model] = ()
     index: Sequence[IndexView] = ()
     tenants: Tenants = field(default_factory=Tenants)
+    batches: Batches = field(default_factory=Batches)
     requests: Sequence[RequestRow] = ()
     traces: dict[str, Trace] = field(default_factory=dict)
     explanations: dict[str, Explanation] = field(default_factory=dict)
