@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from common.errors import MeshError, Overloaded
+from common.errors import MeshError, Overloaded, Unavailable
 from common.registry.instances import Instance
 from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints
@@ -100,9 +100,13 @@ class Placing:
         key = (request_id, 0)
         decision = await self._decide(key, placement, arrived_at + limit_s)
         worker_id = decision.worker.worker_id
+        worker = next((one for one in workers if one.id == worker_id), None)
+        if worker is None or worker_id not in endpoints.by_id:
+            # The router may see a worker before this process does.
+            self._router.free(key)
+            raise Unavailable("the server of the placement is not known yet", 1.0)
         # The stream reports whether its engine works; it is opened again when it was idle.
-        if (worker := _find(workers, worker_id)) is not None:
-            self._engines.connect(worker_id, worker.stream_address)
+        self._engines.connect(worker_id, worker.stream_address)
         order = retry_order(endpoints, worker_id, excluded, self.open_picks, self._fallbacks)
         self.open_picks[worker_id] += 1
         pick = Pick(order, _new_body(body, hints, name, base, worker))
@@ -157,20 +161,13 @@ class Placing:
         return decision
 
 
-def _find(workers: Iterable[Instance], worker_id: int) -> Instance | None:
-    """Returns the worker of an id; None for one that only the router sees yet."""
-    return next((worker for worker in workers if worker.id == worker_id), None)
-
-
-def _new_body(
-    body: ReadBody, hints: Hints, name: str, base: str, worker: Instance | None
-) -> bytes | None:
+def _new_body(body: ReadBody, hints: Hints, name: str, base: str, worker: Instance) -> bytes | None:
     """Returns the body with the name that the server has for the model; None if the client's body
     has it. An adapter has the same name at the server."""
     if body.value is None or (not body.model and not hints.model):
         return None
     wanted = name
-    if name == base and worker is not None:
+    if name == base:
         wanted = server_model(worker) or name
     return None if body.model == wanted else body.with_model(wanted)
 

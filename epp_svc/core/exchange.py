@@ -159,7 +159,8 @@ class Exchange:
 
     def _response_began(self, part: ResponseHeaders) -> Iterator[Step]:
         self.has_response = True
-        if part.served and self._is_booked and part.served != self._endpoints[0]:
+        # Another address may be the server of the pick as its gateway reaches it.
+        if self._is_booked and part.served in self._endpoints[1:]:
             yield MoveBooking(part.served)
         if self.head.response_mode is BodyMode.NONE:
             yield from self._prefill_done()
