@@ -131,7 +131,7 @@ ROUTER_MUTANTS = (
     mutant(
         "S1-21",
         _ROUTER,
-        "        if not (plan.is_blocked or self.queue):\n",
+        "        if not plan.is_blocked and not (may_wait and self.queue):\n",
         "        if True:\n",
     ),
     mutant(

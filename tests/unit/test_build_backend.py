@@ -95,7 +95,8 @@ def test_a_wheel_of_the_sources_is_whole_and_leaves_the_tree_as_it_was(tmp_path:
     with ZipFile(wheel) as file:
         names = set(file.namelist())
     folders = {"common", "frontend_svc", "indexer_svc", "kvmesh", "meshctl", "replay"}
-    folders |= {"console_svc", "router_svc", "worker_svc", "kvmesh-0.1.0+source.dist-info"}
+    folders |= {"batch_svc", "console_svc", "epp_svc", "router_svc", "worker_svc"}
+    folders.add("kvmesh-0.1.0+source.dist-info")
     assert {name.split("/")[0] for name in names} == folders
     assert "worker_svc/engines/sim/model/tokenizer.json" in names
     assert "console_svc/assets/console.css" in names
