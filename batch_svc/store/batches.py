@@ -256,7 +256,8 @@ class BatchStore:
         status: Status,
         files: Mapping[str, tuple[str, int]],
     ) -> None:
-        """Ends a batch: its files appear, and its lines are removed.
+        """Ends a batch: its files appear, and its lines are removed. One that was cancelled
+        meanwhile is cancelled, as the response to its client says.
 
         - files: id and size by column, `output_file_id` or `error_file_id`.
         """
@@ -265,12 +266,9 @@ class BatchStore:
             await transaction.execute(
                 f"UPDATE batches SET {column} = $1 WHERE id = $2", file_id, batch.id
             )
-        await self._set_status(
-            transaction,
-            batch.id,
-            status,
-            (Status.VALIDATING, Status.FINALIZING, Status.CANCELLING),
-        )
+        before = (Status.VALIDATING, Status.FINALIZING)
+        if not await self._set_status(transaction, batch.id, status, before):
+            await self._set_status(transaction, batch.id, Status.CANCELLED, (Status.CANCELLING,))
         await transaction.execute("DELETE FROM lines WHERE batch_id = $1", batch.id)
 
     async def _set_status(

@@ -250,6 +250,18 @@ async def test_a_batch_is_cancelled_until_it_has_ended(
         await batches.cancel("other", batch.id)
 
 
+async def test_a_batch_that_is_cancelled_while_its_files_are_written_is_cancelled(
+    database: SqliteDatabase, batches: BatchStore
+) -> None:
+    batch = await begin(database, batches, 1)
+    async with database.transaction() as transaction:
+        assert await batches.finalize(transaction, batch, Status.COMPLETED)
+    await batches.cancel("acme", batch.id)
+    async with database.transaction() as transaction:
+        await batches.end(transaction, batch, Status.COMPLETED, {})
+    assert (await batches.get("acme", batch.id)).status is Status.CANCELLED
+
+
 async def test_the_input_of_a_batch_cannot_be_deleted_before_its_end(
     files: FileStore, batches: BatchStore
 ) -> None:
