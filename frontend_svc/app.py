@@ -340,6 +340,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             partial(_encode, metrics) if siblings is None else siblings.encode,
             self._members,
             self._batches,
+            self._registry,
         )
 
     def _instance(self) -> Instance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from common.registry.adapters import AdapterState
 from common.registry.instances import PREFILL_BYPASS_META_KEY, Instance, Snapshot
 from common.service.routable.peers import Routable
 from frontend_svc.canaries.monitor import CanaryMonitor, CanaryResult
@@ -70,6 +71,7 @@ def assess_readiness(
             *degraded,
             *_canary_reasons(canaries, missing),
             *(f"not waited for: {peer}" for peer in routable.given_up),
+            *_adapter_failures(snapshot),
         ),
         models_not_ready={
             **absent,
@@ -95,6 +97,15 @@ def _degraded_reasons(
     yield from hit_monitor.degraded()
     for (name, model), reason in models.hidden.items():
         yield f"adapter {name!r} of {model} is not available: {reason}"
+
+
+def _adapter_failures(snapshot: Snapshot) -> Iterator[str]:
+    """Yields what workers shall load and cannot."""
+    for worker in snapshot.of("worker"):
+        state = AdapterState.of(worker)
+        for name, reason in () if state is None else state.failed.items():
+            place = worker.stable_name or worker.id
+            yield f"adapter {name!r} of {worker.model}: {place} cannot load it: {reason}"
 
 
 def _canary_reasons(canaries: CanaryMonitor, missing: Container[str]) -> Iterator[str]:

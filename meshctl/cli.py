@@ -35,6 +35,7 @@ COMMANDS = {
     "restart": "replace members of `meshctl up`, one at a time, under load",
     "drain": "stop a member of `meshctl up` after its requests have ended",
     "start": "start a drained member of `meshctl up`",
+    "adapters": "add, remove and list the LoRA adapters that workers hold",
     "scale": "change the number of members of `meshctl up`",
     "down": "stop the mesh of `meshctl up`, also one on Ray",
     "export": "write the units of systemd that run a mesh",

@@ -67,6 +67,12 @@ class MeshConfig(ServiceConfig):
         return [problem for problem in super().problems() if not is_bind_problem(problem)]
 
 
+def file_origin(config: ServiceConfig) -> str:
+    """Returns the origin of the adapters of a mesh file. In a shared registry, hosts have files of
+    their own."""
+    return f"file {socket.gethostname()}" if config.registry == "consul" else "file"
+
+
 class LogConfig(MeshConfig):
     """Settings of a command that also reads the logs of `meshctl up`."""
 

@@ -381,15 +381,19 @@ def _add_collector(variables: Variables, prefix: str, options: UpOptions) -> Non
 def _add_adapters(
     variables: Variables, prefix: str, engine: str, adapters: Sequence[Adapter]
 ) -> None:
-    """Adds the settings by which an engine loads adapters at its start, before it is routable."""
+    """Adds the settings by which an engine loads adapters at its start, before it is routable, and
+    can load those with `copies` later."""
+    at_start = [adapter for adapter in adapters if adapter.copies is None]
     if engine != "sglang":
+        if not at_start:
+            return
         name, origin = f"{prefix}LORAS", ("adapters",)
         others = variables.values.get(name, "")
-        names = [*filter(None, [others]), *(adapter.name for adapter in adapters)]
+        names = [*filter(None, [others]), *(adapter.name for adapter in at_start)]
         variables.put(name, ",".join(names), origin)
         return
     name = f"{prefix}ENGINE_ARGS"
     arguments = json.loads(variables.values.get(name) or "{}")
-    paths = {adapter.name: adapter.uri.removeprefix("file://") for adapter in adapters}
-    arguments = {**arguments, "enable_lora": True, "lora_paths": paths}
+    paths = {adapter.name: adapter.uri.removeprefix("file://") for adapter in at_start}
+    arguments = {**arguments, "enable_lora": True, **({"lora_paths": paths} if paths else {})}
     variables.put(name, json.dumps(arguments), variables.origins.get(name, ("adapters",)))

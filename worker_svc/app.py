@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from random import SystemRandom
 
 import structlog
 
 from common.errors import Conflict, MeshError
 from common.kv.events import Partition, Source
 from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
+from common.registry.adapters import ADAPTERS_META_KEY, AdapterState
 from common.registry.card import ModelCard
 from common.registry.instances import (
     SERVER_META_KEY,
@@ -20,7 +22,7 @@ from common.registry.instances import (
     UNSUPPORTED_OPTIONS_META_KEY,
     Instance,
 )
-from common.registry.registry import Registry
+from common.registry.registry import Registry, follow
 from common.request.preprocessed import unsupported_options
 from common.runtime.member_key import MemberKey
 from common.runtime.plugins import ENGINES
@@ -30,11 +32,14 @@ from common.trials.constraints import PREPARE, ConstraintTrials
 from common.trials.fair_trials import FairTrials
 from common.trials.trials import Trials
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+from worker_svc.adapters.loaded import LoadedAdapters
+from worker_svc.adapters.placer import AdapterPlacer
 from worker_svc.card import build_card, card_differences, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engine_factory import build_engine, resolve_model_dir
 from worker_svc.engines.contract import (
     KV_EVENTS_OFF,
+    AdapterEngine,
     EngineConfig,
     FailureReportingEngine,
     LLMEngine,
@@ -58,6 +63,8 @@ SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 ADMIN_SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 # Time for the last frames of ended requests to reach their frontends.
 FINAL_FRAMES_TIMEOUT_S = 1.0
+# For other workers to load the adapters of a worker that ends; below DEREGISTER_TIMEOUT_S.
+HANDOVER_S = 2.0
 
 log = structlog.get_logger()
 
@@ -93,6 +100,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         self._card: ModelCard | None = None
         self._registered_instance: Instance | None = None
         self.publisher: Publisher | None = None
+        self._changes_lock = asyncio.Lock()
+        self._placer: AdapterPlacer | None = None
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Starts the engine, builds its card and serves gRPC."""
@@ -148,8 +157,8 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             self.runner,
             self,
             self._engine_name,
-            model=self._card.name,
-            loras=engine_config.loras,
+            adapters=self._place_adapters(lifecycle, engine_config.loras),
+            lock=self._changes_lock,
             notice_s=config.notice_s,
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
@@ -160,6 +169,41 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         watch = StalledRequests(self.runner, None if probe is None else probe.check_now)
         lifecycle.spawn(watch.run(), name="request watch")
         return self._info()
+
+    def _place_adapters(self, lifecycle: Lifecycle, loras: frozenset[str]) -> LoadedAdapters | None:
+        """Starts to load and unload the adapters that this worker shall hold, and returns those of
+        the engine; None if it cannot load any. loras: loaded at the start."""
+        config, counters = self._config, self.runner.counters
+        if not isinstance(self.engine, AdapterEngine):
+            return None
+        adapters = LoadedAdapters(
+            self.engine,
+            self,
+            self._changes_lock,
+            model=self.runner.model,
+            loras=loras,
+            notice_s=config.notice_s,
+        )
+
+        def count_load(is_loaded: bool) -> None:
+            counters["adapters_placed" if is_loaded else "adapters_failed"] += 1
+
+        self._placer = AdapterPlacer(
+            self._registry,
+            self.instance_id,
+            adapters,
+            self,
+            namespace=config.namespace,
+            model=self.runner.model,
+            role=config.role,
+            open_requests=self.runner.open_adapter_requests,
+            rng=SystemRandom(),
+            on_load=count_load,
+        )
+        members = follow(self._registry, config.namespace, self._placer.on_snapshot)
+        lifecycle.spawn(members, name="adapter members")
+        lifecycle.spawn(self._placer.run(), name="adapter placement")
+        return adapters
 
     def _watch_engine(self, lifecycle: Lifecycle) -> EngineProbe:
         """Probes an idle engine; without an answer, health is NOT_SERVING."""
@@ -257,8 +301,17 @@ class WorkerApp(ServiceApp[WorkerConfig]):
             taints=frozenset(self._config.taints),
             loras=engine.loras,
             kv_index=engine.kv_index,
-            meta={**self._meta, **_options_meta(engine), **_server_meta(engine)},
+            meta={
+                **self._meta,
+                **_options_meta(engine),
+                **_server_meta(engine),
+                **self._adapters_meta(AdapterState()),
+            },
         )
+
+    def _adapters_meta(self, state: AdapterState) -> dict[str, str]:
+        has_adapters = isinstance(self.engine, AdapterEngine)
+        return {ADAPTERS_META_KEY: state.to_text()} if has_adapters else {}
 
     async def register(self) -> None:
         """Adds the card, then this process, to the registry."""
@@ -285,12 +338,28 @@ class WorkerApp(ServiceApp[WorkerConfig]):
         """Registers again after `deregister`. Raises Conflict if the process stops."""
         if self._lifecycle is None or self._lifecycle.is_draining:
             raise Conflict("the worker stops")
+        if self._placer is not None:
+            await self._placer.stay()
         if self._lease is None:
             await self.register()
 
+    async def deregister(self) -> None:
+        """Leaves, once other workers hold the adapters that were placed here, or after a while."""
+        if self._lease is not None and self._placer is not None:
+            await self._placer.leave(HANDOVER_S)
+        await super().deregister()
+
     async def advertise_loras(self, loras: frozenset[str]) -> None:
         """Advertises these adapters, now or with the next registration."""
-        self._registered_instance = replace(self._instance(), loras=loras)
+        await self._advertise(replace(self._instance(), loras=loras))
+
+    async def advertise_adapter_state(self, state: AdapterState) -> None:
+        """Advertises what it cannot load, now or with the next registration."""
+        meta = {**self._instance().meta, **self._adapters_meta(state)}
+        await self._advertise(replace(self._instance(), meta=meta))
+
+    async def _advertise(self, instance: Instance) -> None:
+        self._registered_instance = instance
         if self._lease is not None:
             await self._lease.update(self._instance())
 

@@ -37,6 +37,8 @@ def read_runner(runner: Runner) -> Iterator[Reading]:
     failed = counters["canaries_failed"]
     probes = {"ok": counters["canaries"] - failed, "failed": failed}
     yield counter("canaries", "Probes of an idle engine, by result", probes, label="result")
+    loads = {"ok": counters["adapters_placed"], "failed": counters["adapters_failed"]}
+    yield counter("adapter_loads", "Loads of placed adapters, by result", loads, label="result")
     text = "Legs of requests that failed because of their handoff, by reason"
     failures = {reason.lower(): count for reason, count in runner.handoff_failures.items()}
     yield counter("handoff_failures", text, failures, label="reason")
@@ -49,9 +51,9 @@ def read_runner(runner: Runner) -> Iterator[Reading]:
         if name.startswith("engine_")
     }
     yield counter("engine", "Counters of the engine, by name", engine, label="name")
-    loads = runner.engine.loads()
+    ranks = runner.engine.loads()
     for name, (text, value) in _GAUGES.items():
-        yield gauge(name, text, {str(load.dp_rank): value(load) for load in loads}, label="dp_rank")
+        yield gauge(name, text, {str(rank.dp_rank): value(rank) for rank in ranks}, label="dp_rank")
 
 
 def worker_registry(runner: Runner) -> CollectorRegistry:

@@ -2,6 +2,7 @@
 
     <path>/<namespace>/instances/<id, 16 hex digits>.json   one per incarnation, locked by its owner
     <path>/<namespace>/models/<slug>                        locked while a card is checked
+    <path>/<namespace>/adapters/<key>.json                  one per desired adapter, signed likewise
     <path>/cards/<checksum>.json                            immutable
 
 An entry's second line is its signature (`common/registry/signature.py`), empty without mesh token.
@@ -49,6 +50,8 @@ import structlog
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.namespace import check_namespace
+from common.registry.adapter_documents import AdapterDocuments
+from common.registry.adapters import ADAPTER_BYTES_MAX, DesiredAdapter, adapter_key
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.file_lock import (
     acquire_lock,
@@ -118,6 +121,7 @@ class FileRegistry:
         self._changes = FolderChanges()
         self._leases: dict[int, _FileLease] = {}
         self._cards = OwnCards(self._has_card, self._store_card)
+        self._documents = AdapterDocuments(signer)
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
         registry_ref = weakref.ref(self)
@@ -159,6 +163,27 @@ class FileRegistry:
     async def get_card(self, checksum: str) -> ModelCard:
         self._check_open()
         return await asyncio.to_thread(_load_card, self._card_path(checksum), checksum)
+
+    async def put_adapter(self, namespace: str, adapter: DesiredAdapter) -> None:
+        self._check_open()
+        path = self._adapter_folder(namespace) / f"{adapter.key}.json"
+        document = self._documents.encode(namespace, adapter)
+        await asyncio.to_thread(_store_document, path, document)
+
+    async def remove_adapter(self, namespace: str, name: str) -> bool:
+        self._check_open()
+        path = self._adapter_folder(namespace) / f"{adapter_key(name)}.json"
+        with _map_os_errors(path):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return False
+        return True
+
+    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+        self._check_open()
+        documents = await asyncio.to_thread(_load_documents, self._adapter_folder(namespace))
+        return self._documents.decode(namespace, documents)
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
         self._check_open()
@@ -225,6 +250,10 @@ class FileRegistry:
             directory = self._path / namespace / "instances"
             self._views[namespace] = FolderView(directory, namespace, self._changes, self._signer)
         return self._views[namespace]
+
+    def _adapter_folder(self, namespace: str) -> Path:
+        check_namespace(namespace)
+        return self._path / namespace / "adapters"
 
     def _card_path(self, checksum: str) -> Path:
         if not _CHECKSUM.fullmatch(checksum):
@@ -378,6 +407,36 @@ class _FileLease:
         if self._fd is None:
             raise lease_closed_error(self.instance)
         self.publish(instance)
+
+
+def _store_document(path: Path, content: bytes) -> None:
+    with _map_os_errors(path):
+        make_private(path, 3)
+        os.close(write_atomically(path, content, os.fsync))
+
+
+def _load_documents(folder: Path) -> list[tuple[str, bytes]]:
+    """Returns name without suffix, and content, of each document of a folder. A document that is
+    removed meanwhile is left out."""
+    found = []
+    try:
+        with os.scandir(folder) as items:
+            names = [item.name for item in items]
+        for name in names:
+            key, suffix = os.path.splitext(name)
+            if suffix != ".json" or name.startswith("."):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                fd = open_regular(folder / name, os.O_RDONLY)
+                try:
+                    found.append((key, read_whole(fd, ADAPTER_BYTES_MAX)))
+                finally:
+                    os.close(fd)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Unavailable(f"cannot read {folder}: {error.strerror}") from error
+    return found
 
 
 def _store_card(path: Path, card: ModelCard) -> None:

@@ -20,6 +20,8 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.namespace import check_namespace
+from common.registry.adapter_documents import AdapterDocuments
+from common.registry.adapters import DesiredAdapter, adapter_key
 from common.registry.card import ModelCard, decode_card, encode_card
 from common.registry.instances import (
     Instance,
@@ -28,6 +30,7 @@ from common.registry.instances import (
     diff_snapshots,
     find_card_conflict,
 )
+from common.registry.signature import UNSIGNED
 from common.streams.backoff import Backoff
 from common.streams.peer import keep_connected
 
@@ -123,6 +126,16 @@ class Registry(Protocol):
     async def get_card(self, checksum: str) -> ModelCard:
         """Returns the verified card. Raises NotFound, InvalidRequest with the corrupt field."""
 
+    async def put_adapter(self, namespace: str, adapter: DesiredAdapter) -> None:
+        """Stores a desired adapter, in place of one of the same name, without expiry."""
+
+    async def remove_adapter(self, namespace: str, name: str) -> bool:
+        """Removes a desired adapter; returns whether there was one."""
+
+    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+        """Returns the desired adapters now, by name. What cannot be read is logged and left out.
+        Raises Unavailable."""
+
     async def deregister(self, namespace: str, instance_id: int) -> None:
         """Removes the instance of a dead owner without waiting for its lease. Idempotent.
 
@@ -194,6 +207,8 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.cards: dict[str, bytes] = {}
+        # By namespace and key.
+        self.adapters: dict[str, dict[str, bytes]] = {}
         self._members: dict[str, _Members] = {}
 
     def members(self, namespace: str) -> _Members:
@@ -240,6 +255,7 @@ class MemoryRegistry:
     def __init__(self, store: MemoryStore | None = None) -> None:
         self._store = MemoryStore() if store is None else store
         self._leases: dict[int, _MemoryLease] = {}
+        self._documents = AdapterDocuments(UNSIGNED)
         self._closed = False
 
     @property
@@ -275,6 +291,20 @@ class MemoryRegistry:
         if raw is None:
             raise card_not_found_error(checksum)
         return decode_card(raw, checksum)
+
+    async def put_adapter(self, namespace: str, adapter: DesiredAdapter) -> None:
+        self._check_open()
+        check_namespace(namespace)
+        stored = self._store.adapters.setdefault(namespace, {})
+        stored[adapter.key] = self._documents.encode(namespace, adapter)
+
+    async def remove_adapter(self, namespace: str, name: str) -> bool:
+        self._check_open()
+        return self._store.adapters.get(namespace, {}).pop(adapter_key(name), None) is not None
+
+    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+        self._check_open()
+        return self._documents.decode(namespace, self._store.adapters.get(namespace, {}).items())
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
         self._check_open()

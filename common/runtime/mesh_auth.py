@@ -40,8 +40,8 @@ class MeshSecret:
 
     def __init__(self, token: str) -> None:
         root = _derive_root(token)
-        self._entry_key, self._call_key, self._reply_key = (
-            hmac.digest(root, use, "sha256") for use in (b"entry", b"call", b"reply")
+        self._entry_key, self._call_key, self._reply_key, self._document_key = (
+            hmac.digest(root, use, "sha256") for use in (b"entry", b"call", b"reply", b"document")
         )
 
     def sign_entry(self, text: bytes, now_s: float) -> str:
@@ -58,6 +58,16 @@ class MeshSecret:
             raise Unauthenticated("the entry's signature is wrong: forged, or another mesh token")
         if int(expiry) < now_s:
             raise Unauthenticated(f"the entry's signature expired {now_s - int(expiry):.0f} s ago")
+
+    def sign_document(self, text: bytes) -> str:
+        """Returns the signature of a document, which has no owner that could renew it: it does not
+        expire."""
+        return _mac(self._document_key, text)
+
+    def check_document(self, text: bytes, signature: str) -> None:
+        """Raises Unauthenticated unless a process with the mesh token signed `text`."""
+        if not _equal(signature, _mac(self._document_key, text)):
+            raise Unauthenticated("no process with the mesh token has signed the document")
 
     def sign_call(self, method: str, address: str, now_s: float) -> str:
         """Returns the credential of one call. address: dialled, `host:port`."""

@@ -46,6 +46,15 @@ def find_adapters(workers: Iterable[Instance], pass_through_models: Container[st
     return Adapters(models, hidden)
 
 
+def holders(workers: Iterable[Instance]) -> dict[str, frozenset[int]]:
+    """Returns the ids of the workers that hold each adapter."""
+    found: dict[str, set[int]] = {}
+    for worker in workers:
+        for adapter in worker.loras:
+            found.setdefault(adapter, set()).add(worker.id)
+    return {adapter: frozenset(ids) for adapter, ids in found.items()}
+
+
 def serving(workers: tuple[Instance, ...], adapter: str) -> tuple[Instance, ...]:
     """Returns the workers of a model that serve `adapter`; "" is the model itself."""
     return tuple(worker for worker in workers if adapter in worker.loras) if adapter else workers

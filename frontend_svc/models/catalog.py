@@ -25,7 +25,7 @@ from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.runtime.tasks import TaskGroup
 from common.trials.trials import Trials
-from frontend_svc.models.adapters import find_adapters, serving
+from frontend_svc.models.adapters import find_adapters, holders, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 from frontend_svc.models.engine_options import refused_options
@@ -127,6 +127,8 @@ class ModelCatalog:
         # By model: what was built last.
         self._build_cache: dict[str, Built[Engine]] = {}
         self._adapters: dict[str, ServedModel] = {}
+        # Adapter -> ids of the workers that hold it.
+        self._adapter_workers: Mapping[str, frozenset[int]] = {}
         # Adapter -> model, including models that are not served yet.
         self._adapter_bases: Mapping[str, str] = {}
         self._aliases: Mapping[str, str] = {}
@@ -393,7 +395,9 @@ class ModelCatalog:
     def _follow_adapters(self) -> None:
         self._pass_through = [engine for engine in self._first_engines() if engine.model is None]
         pass_through_names = {engine.name for engine in self._pass_through}
-        found = find_adapters(self._snapshot.of("worker"), pass_through_names)
+        workers = self._snapshot.of("worker")
+        found = find_adapters(workers, pass_through_names)
+        held_before, self._adapter_workers = self._adapter_workers, holders(workers)
         self._adapter_bases = found.models
         models, previous = self._tokenized_models(), self._adapters
         self._adapters = {
@@ -402,8 +406,13 @@ class ModelCatalog:
             if model in models
         }
         for adapter in sorted(previous.keys() - self._adapters.keys()):
-            self._record_removal(adapter)
-            self._removed_bases[adapter] = previous[adapter].base
+            dropped = held_before.get(adapter, frozenset()) - self._adapter_workers.get(
+                adapter, set()
+            )
+            # What a live worker has unloaded is not expected to return.
+            if dropped.isdisjoint(self._snapshot.instances):
+                self._record_removal(adapter)
+                self._removed_bases[adapter] = previous[adapter].base
             log.info("adapter_removed", model=adapter, base=previous[adapter].base)
         for adapter, adapter_model in self._adapters.items():
             if adapter not in previous or previous[adapter].base != adapter_model.base:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
+from common.registry.registry import Registry
 from common.trials.fair_trials import FairTrials
 from common.trials.trials import Trials
 from frontend_svc.batches.client import BatchClient
@@ -21,6 +22,7 @@ from frontend_svc.members import Members
 from frontend_svc.readiness import Readiness
 from frontend_svc.responses.endpoint import ResponsesApi, StoredResponseHandlers
 from frontend_svc.responses.stored import StoredResponses
+from frontend_svc.routes.adapters import AdapterDirectory
 from frontend_svc.routes.handlers import (
     EncodeMetrics,
     HealthHandlers,
@@ -47,12 +49,14 @@ class ApiDependencies:
         encode_metrics: EncodeMetrics,
         members: Members,
         batches: BatchClient,
+        registry: Registry,
     ) -> None:
         """
         - stored: None: no responses are stored.
         - readiness: of this process.
         - combine: adds the readiness of the other processes of this frontend.
         - encode_metrics: of the frontend.
+        - registry: has the desired adapters.
         """
         config = endpoints.config
         fetcher = None
@@ -70,6 +74,7 @@ class ApiDependencies:
         self.usage = UsageHandlers(endpoints.usage.store, time.time)
         self.targets = TargetsHandler(members)
         self.batches = BatchHandlers(batches)
+        self.adapters = AdapterDirectory(registry, config.namespace, members)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

@@ -24,6 +24,7 @@ from frontend_svc.responses.endpoint import InputTokensEndpoint
 from frontend_svc.responses.errors import RESPONSES_ERRORS
 from frontend_svc.responses.queries import ItemsQuery, ResponseQuery
 from frontend_svc.responses.schema import ResponsesRequest
+from frontend_svc.routes.adapters import AdapterRequest, AddAdapterEndpoint
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import Dispatcher
 from frontend_svc.routes.handlers import (
@@ -390,6 +391,39 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         handler=_plain(lambda dependencies: dependencies.models.get),
         anthropic_errors=MESSAGES_ERRORS,
         operation=Operation(summary="Describes a model, an adapter or an alias"),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/adapters",
+        handler=_plain(lambda dependencies: dependencies.adapters.list),
+        permission=Permission.ADMIN,
+        operation=Operation(
+            summary="Lists the adapters that workers shall hold, and those that hold them",
+            result="a list of adapters",
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/adapters",
+        handler=lambda route, dependencies: AddAdapterEndpoint(
+            route, dependencies.adapters, dependencies.endpoints
+        ),
+        permission=Permission.ADMIN,
+        label="adapters",
+        span_operation="add_adapter",
+        operation=Operation(
+            summary="Has workers load an adapter, in place of one of the same name",
+            bodies=(AdapterRequest,),
+            example={"name": "example", "model": "sim", "copies": 1},
+            result="the adapter",
+        ),
+    ),
+    RouteEntry(
+        method="DELETE",
+        path="/v1/adapters/{name:path}",
+        handler=_plain(lambda dependencies: dependencies.adapters.delete),
+        permission=Permission.ADMIN,
+        operation=Operation(summary="Has workers unload an adapter"),
     ),
     RouteEntry(
         method="GET",

@@ -12,6 +12,7 @@ import click
 from common.runtime.config import PREFIX, ServiceConfig
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
+from meshctl.mesh_file.schema import Adapter
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, UpOptions
 from meshctl.process.settings_check import check_settings
 from meshctl.services import NO_COUNTS, ServiceSpec, build_service_specs, group_counts
@@ -99,6 +100,13 @@ def read_counts(
     if options.file is None:
         return group_counts(options, counts=counts)
     return group_counts(options, read_mesh_file(options.file, environ).mesh, counts)
+
+
+def read_adapters(options: UpOptions, environ: Mapping[str, str]) -> tuple[Adapter, ...]:
+    """Returns the adapters of the mesh file. Raises MeshFileError."""
+    if options.file is None:
+        return ()
+    return read_mesh_file(options.file, environ).mesh.adapters
 
 
 def find_cluster_keys(loaded: LoadedMesh) -> list[str]:

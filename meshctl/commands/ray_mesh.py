@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import InvalidRequest, MeshError, Unavailable
+from common.registry.open import open_registry
 from common.runtime.hosts import is_loopback
 from meshctl.cluster.deployment import new_deployment, spec_on_node
 from meshctl.commands.mesh_options import report_problems
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import LoadedMesh, read_mesh_file
-from meshctl.mesh_file.schema import MeshFile
+from meshctl.mesh_file.placed_adapters import apply_adapters
+from meshctl.mesh_file.schema import Adapter, MeshFile
 from meshctl.options import UpOptions
 from meshctl.process.environment import passed_variables
 from meshctl.process.settings_check import check_settings
@@ -66,6 +69,7 @@ def up_on_ray(options: UpOptions, environ: Mapping[str, str]) -> int:
         _check(options, mesh, environ, loaded, addresses[0])
         screen.print_line(f"on {len(addresses)} nodes of Ray ({', '.join(addresses)})")
         cluster.apply(deployment)
+        asyncio.run(_store_adapters(options, mesh.adapters))
     except MeshFileError as error:
         report_problems(error)
         return NOT_STARTED
@@ -80,6 +84,14 @@ def up_on_ray(options: UpOptions, environ: Mapping[str, str]) -> int:
         return NOT_READY
     _print_mesh(screen, status, _models(options, mesh), environ)
     return 0
+
+
+async def _store_adapters(options: UpOptions, adapters: Sequence[Adapter]) -> None:
+    registry = open_registry(options)
+    try:
+        await apply_adapters(registry, options.namespace, adapters, "file")
+    finally:
+        await registry.close()
 
 
 def requests_of_ray(folder: Path, line: Mapping[str, Any]) -> Iterator[dict[str, Any]] | None:

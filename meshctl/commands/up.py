@@ -38,22 +38,24 @@ from meshctl.commands.control_handler import ControlHandler
 from meshctl.commands.mesh_options import (
     UP_FLAGS,
     MeshFileCommand,
+    read_adapters,
     read_counts,
     read_specs,
     report_problems,
 )
 from meshctl.commands.ray_mesh import up_on_ray
 from meshctl.mesh_file.document import MeshFileError
-from meshctl.options import UpOptions
+from meshctl.options import UpOptions, file_origin
 from meshctl.process.child import ProcessLauncher, with_parent_guard
 from meshctl.process.control import control_server
+from meshctl.process.file_adapters import FileAdapters
 from meshctl.process.listeners import CannotListen, Listeners, check_port, listeners
 from meshctl.process.liveness import is_live
 from meshctl.process.operations import Operations
 from meshctl.process.routable import find_missing
 from meshctl.process.stop_requests import StopAction, StopRequests
 from meshctl.process.supervise import Child, Event, RestartsExhausted, State, Supervisor
-from meshctl.services import ServiceSpec, process_count
+from meshctl.services import NO_COUNTS, ServiceSpec, process_count
 from meshctl.view.members import members
 from meshctl.view.screen import (
     YELLOW,
@@ -243,6 +245,13 @@ class _UpCommand:
             is_live=partial(is_live, security=security),
             live_failures_max=mesh.live_failures_max,
         )
+        adapters = FileAdapters(
+            registry,
+            mesh.namespace,
+            file_origin(mesh),
+            lambda text: self.screen.print_progress("mesh", "adapters", text),
+            partial(read_adapters, mesh, self.environ),
+        )
         self._install_signal_handlers(supervisor)
         kinds = Counter(spec.role.partition(" of ")[0] for spec in self.specs)
         service_counts = ", ".join(
@@ -253,12 +262,14 @@ class _UpCommand:
         try:
             if notice := await describe_existing_services(registry, mesh):
                 self.screen.print_progress("mesh", "note", notice, colour=YELLOW)
+            adapters.read()
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
                 tasks = [
                     group.create_task(self._run_session(supervisor)),
                     group.create_task(self._watch_slow_starts(supervisor)),
-                    group.create_task(self._serve_control(supervisor, security)),
+                    group.create_task(self._serve_control(supervisor, security, adapters)),
+                    group.create_task(adapters.run()),
                 ]
                 await supervisor.wait_for_stop()
                 for task in tasks:
@@ -338,11 +349,21 @@ class _UpCommand:
             return
         self.screen.print_line(f"console  {link}   (once, within ten minutes)")
 
-    async def _serve_control(self, supervisor: Supervisor, security: Security) -> None:
+    def _read_file(
+        self, adapters: FileAdapters, counts: Mapping[str, int] = NO_COUNTS
+    ) -> list[ServiceSpec]:
+        """Reads the mesh file again. Raises MeshFileError."""
+        specs = read_specs(self.options, self.environ, counts, is_restart=True)
+        adapters.read()
+        return specs
+
+    async def _serve_control(
+        self, supervisor: Supervisor, security: Security, adapters: FileAdapters
+    ) -> None:
         """Serves `meshctl restart`, `drain`, `start` and `status`."""
         operations = Operations(
             supervisor,
-            specs=partial(read_specs, self.options, self.environ, is_restart=True),
+            specs=partial(self._read_file, adapters),
             counts=partial(read_counts, self.options, self.environ),
             rotate_log=self.launcher.rotate_log,
             undo_start=self._undo_start,

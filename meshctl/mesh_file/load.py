@@ -18,6 +18,7 @@ from common.runtime.config import (
     read_config,
 )
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError, read_document
+from meshctl.mesh_file.placed_adapters import find_placement_problems
 from meshctl.mesh_file.schema import OPTION_KEYS, MeshFile, parse_mesh_file
 from meshctl.mesh_file.settings import find_setting_problems, with_variables
 
@@ -122,7 +123,8 @@ def read_mesh_file(path: Path, environ: Mapping[str, str] = MappingProxyType({})
     document = read_document(str(path), text)
     mesh = parse_mesh_file(document)
     loaded = LoadedMesh(document, mesh)
-    problems = [document.problem(at, message) for at, message in find_setting_problems(mesh)]
+    found = [*find_setting_problems(mesh), *find_placement_problems(mesh.adapters)]
+    problems = [document.problem(at, message) for at, message in found]
     problems += _shared_setting_problems(loaded, environ)
     if problems:
         raise MeshFileError(problems)

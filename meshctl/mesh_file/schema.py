@@ -28,6 +28,8 @@ from common.runtime.suggestion import suggest
 from meshctl.mesh_file.document import Document, KeyPath, MeshFileError
 
 WorkerRole = Literal["aggregated", "prefill", "decode"]
+# Arguments without which SGLang cannot start for adapters that it does not have yet.
+LORA_SHAPE = ("max_lora_rank", "lora_target_modules")
 NAME_PATTERN = r"^[a-z][a-z0-9-]{0,30}$"
 
 
@@ -195,6 +197,11 @@ class Adapter(_Section):
     """The model whose workers load it."""
     uri: str = ""
     """Location of its files; the sim engine needs none."""
+    copies: PositiveInt | None = None
+    """Workers of each role that hold it; they choose, load it when they serve, and replace a lost
+    one. Unset: all workers load it at their start."""
+    copies_max: PositiveInt | None = None
+    """Up to so many workers while it is in much use. Unset: copies."""
 
 
 class MeshFile(_Section):
@@ -223,7 +230,7 @@ class MeshFile(_Section):
     require: tuple[MemberRole, ...] = ()
     """Roles without a live member of which no member is routable."""
     adapters: tuple[Adapter, ...] = ()
-    """Loaded by all workers of their model."""
+    """LoRA adapters of models."""
 
 
 # The values of `meshctl up` that the file may have at its top level.
@@ -324,18 +331,31 @@ def find_adapter_problems(
             text = f"no workers have the model {adapter.model!r}{suggest(adapter.model, models)}"
             yield ("adapters", i, "model"), text
         for group in groups:
-            if group.model != adapter.model:
-                continue
-            if group.engine == "echo":
-                yield ("adapters", i), "the echo engine has no adapters"
-            elif group.engine == "sglang" and not adapter.uri.startswith("file://"):
-                yield ("adapters", i, "uri"), "SGLang needs the location as file:///FOLDER"
-            elif group.engine != "sglang" and adapter.uri:
-                text = f"the engine {group.engine!r} loads adapters by name only"
-                yield ("adapters", i, "uri"), text
+            if group.model == adapter.model:
+                yield from _group_problems(("adapters", i), adapter, group, adapters)
         if group_args := next((g for g in groups if _has_bad_arguments(g, adapter)), None):
             text = f"engine_args of {group_args.member_name} must be a JSON object"
             yield ("adapters", i), text
+
+
+def _group_problems(
+    path: KeyPath, adapter: Adapter, group: WorkerGroup, adapters: Sequence[Adapter]
+) -> Iterator[tuple[KeyPath, str]]:
+    """Yields why the workers of a group of its model cannot load an adapter."""
+    is_by_name = group.engine == "sim" or adapter.copies is None
+    if group.engine == "echo":
+        yield path, "the echo engine has no adapters"
+    elif group.engine == "sglang":
+        if not adapter.uri.startswith("file://"):
+            yield (*path, "uri"), "SGLang needs the location as file:///FOLDER"
+        at_start = any(one.model == group.model and one.copies is None for one in adapters)
+        texts = [group.engine_args, *(one.engine_args for one in group.each)]
+        missing = [key for key in LORA_SHAPE if not any(f'"{key}"' in text for text in texts)]
+        if adapter.copies is not None and missing and not at_start:
+            text = f"SGLang loads adapters later only with {' and '.join(missing)} in engine_args"
+            yield (*path, "copies"), f"{text} of {group.member_name}"
+    elif is_by_name and adapter.uri:
+        yield (*path, "uri"), f"the engine {group.engine!r} loads adapters by name only"
 
 
 def _has_bad_arguments(group: WorkerGroup, adapter: Adapter) -> bool:

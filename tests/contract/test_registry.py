@@ -27,11 +27,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from common.registry.adapters import DesiredAdapter
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import POLL_INTERVAL_S, FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
+from common.registry.signature import EntrySigner
 from tests.contract.consul_agent import ConsulAgent, running_agent
 from tests.kit.waiting import WAIT_S, until
 
@@ -594,6 +596,39 @@ async def test_any_client_finds_a_card_by_its_checksum(mesh: Mesh) -> None:
 async def test_a_missing_card_is_an_error_that_names_the_key(mesh: Mesh) -> None:
     with pytest.raises(NotFound, match=f"cards/{CARD.checksum}"):
         await mesh.connect().get_card(CARD.checksum)
+
+
+async def test_desired_adapters_are_read_by_all_clients_until_they_are_removed(mesh: Mesh) -> None:
+    writer, reader = mesh.connect(), mesh.connect()
+    assert await reader.adapters(NS) == ()
+    french = DesiredAdapter("french", "m", "file:///french", copies=2, copies_max=4)
+    for adapter in (french, DesiredAdapter("basque", "m")):
+        await writer.put_adapter(NS, adapter)
+    assert await reader.adapters(NS) == (DesiredAdapter("basque", "m"), french)
+    assert await reader.adapters("other") == ()
+    await reader.put_adapter(NS, replace(french, copies=3))
+    assert await writer.remove_adapter(NS, "basque")
+    assert not await writer.remove_adapter(NS, "basque")
+    assert await reader.adapters(NS) == (replace(french, copies=3),)
+    assert (await reader.snapshot(NS)).instances == {}
+
+
+async def test_a_desired_adapter_without_the_signature_of_the_mesh_is_left_out(
+    files: FileMesh,
+) -> None:
+    signer = EntrySigner("secret")
+    registry = FileRegistry(files.path, signer=signer)
+    await files.connect().put_adapter(NS, DesiredAdapter("forged", "m"))
+    await registry.put_adapter(NS, DesiredAdapter("signed", "m"))
+    (files.path / NS / "adapters" / "ignored.txt").write_text("{}")
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert await registry.adapters(NS) == (DesiredAdapter("signed", "m"),)
+    assert [one["event"] for one in logs] == ["adapter_document_refused"]
+    source = files.path / NS / "adapters"
+    shutil.copytree(source, files.path / "other" / "adapters")
+    assert await registry.adapters("other") == (), "a document is of one namespace"
+    await registry.close()
 
 
 async def test_a_damaged_card_is_rejected(mesh: Mesh) -> None:

@@ -149,12 +149,18 @@ def test_a_restart_uses_the_settings_and_adapters_that_the_file_has_now(tmp_path
         refused = mesh.meshctl("restart", "--wait", "worker")
         assert refused.returncode == 1
         assert "mesh.yaml:4:28: adapters[0].modle: no such key" in refused.stderr
-        path.write_text(f"{text}adapters: [{{name: support, model: sim}}]\n")
+        sales = "{name: sales, model: sim, copies: 1}"
+        path.write_text(f"{text}adapters: [{{name: support, model: sim}}, {sales}]\n")
         done = mesh.meshctl("restart", "--wait", "worker")
         assert done.returncode == 0, done.stderr
         body = {"model": "support", "prompt": "Hello", "max_tokens": 4}
         reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False)
         assert reply.status_code == 200, reply.text
+        listed = f"{url}/v1/models/sales"
+        wait_for(
+            lambda: httpx.get(listed, trust_env=False).status_code == 200,
+            "the worker has loaded it",
+        )
         # Without the flag --wait, the restart of the frontend goes on alone. Its address stays.
         assert mesh.meshctl("restart", "frontend").returncode == 0
         wait_for(lambda: "replaced" in mesh.out.read_text().rpartition("frontend-0")[2], "replaced")

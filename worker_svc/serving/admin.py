@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Unimplemented
+from common.errors import Conflict, Unimplemented
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc
-from worker_svc.engines.contract import AdapterEngine, FlushableEngine, SleepingEngine
+from worker_svc.adapters.loaded import LoadedAdapters
+from worker_svc.engines.contract import FlushableEngine, SleepingEngine
 from worker_svc.serving.runner import Runner
 
 # Interval of checks for open KV transfers.
@@ -29,7 +30,8 @@ class Membership(Protocol):
     """The worker's entry in discovery."""
 
     async def deregister(self) -> None:
-        """Removes the entry. Idempotent."""
+        """Removes the entry, once other workers hold the adapters that were placed on this one, or
+        after a while. Idempotent."""
 
     async def left(self, timeout_s: float) -> None:
         """Returns when no peer sends work to it any more, after `timeout_s` at most."""
@@ -37,15 +39,12 @@ class Membership(Protocol):
     async def rejoin(self) -> None:
         """Adds the entry if there is none. Raises Conflict if the process stops."""
 
-    async def advertise_loras(self, loras: frozenset[str]) -> None:
-        """Changes the adapters of the entry, or of the next one."""
-
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """The operations of one worker.
 
-    model: the public name of the base model. loras: the adapters loaded at the start.
-    notice_s: seconds until the slowest peer has seen a change in discovery.
+    adapters: those of the engine; None: it cannot load any. lock: of all operations that change
+    the worker. notice_s: seconds until the slowest peer has seen a change in discovery.
     """
 
     def __init__(
@@ -54,19 +53,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         membership: Membership,
         engine_name: str,
         *,
-        model: str,
-        loras: frozenset[str],
+        adapters: LoadedAdapters | None,
+        lock: asyncio.Lock,
         notice_s: float,
     ) -> None:
         self._runner = runner
         self._membership = membership
         self._engine_name = engine_name
-        self._model = model
-        self._loras = loras
+        self._adapters = adapters
         self._notice_s = notice_s
         self._lora_ids = itertools.count(1)
         self._is_asleep = False
-        self._lock = asyncio.Lock()
+        self._lock = lock
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
@@ -123,39 +121,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def LoadLora(
         self, request: admin_pb2.LoadLoraRequest, context: Context
     ) -> admin_pb2.LoadLoraResponse:
-        engine = self._adapter_engine("LoadLora")
-        name = request.name
-        if not name:
-            raise InvalidRequest("name must not be empty", "name")
-        async with self._lock:
-            if name in self._loras or name == self._model:
-                raise Conflict(f"the name {name!r} is in use on this worker", field="name")
-            self._loras = await engine.load_lora(name, request.uri)
-            await self._membership.advertise_loras(self._loras)
+        await self._loaded("LoadLora").load(request.name, request.uri)
         return admin_pb2.LoadLoraResponse(lora_id=next(self._lora_ids))
 
     async def UnloadLora(
         self, request: admin_pb2.UnloadLoraRequest, context: Context
     ) -> admin_pb2.UnloadLoraResponse:
-        engine = self._adapter_engine("UnloadLora")
-        name = request.name
-        async with self._lock:
-            if name not in self._loras:
-                raise NotFound(f"no adapter {name!r} is loaded", field="name")
-            await self._membership.advertise_loras(self._loras - {name})
-            try:
-                await asyncio.sleep(self._notice_s)  # until then peers may send requests
-                self._loras = await engine.unload_lora(name)
-            except (MeshError, asyncio.CancelledError):
-                await self._membership.advertise_loras(self._loras)
-                raise
+        await self._loaded("UnloadLora").unload(request.name)
         return admin_pb2.UnloadLoraResponse()
 
     async def ListLoras(
         self, request: admin_pb2.ListLorasRequest, context: Context
     ) -> admin_pb2.ListLorasResponse:
-        self._adapter_engine("ListLoras")
-        return admin_pb2.ListLorasResponse(names=sorted(self._loras))
+        return admin_pb2.ListLorasResponse(names=sorted(self._loaded("ListLoras").names))
 
     async def Sleep(
         self, request: admin_pb2.SleepRequest, context: Context
@@ -191,11 +169,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 f" {advice}"
             )
 
-    def _adapter_engine(self, operation: str) -> AdapterEngine:
-        engine = self._runner.engine
-        if not isinstance(engine, AdapterEngine):
+    def _loaded(self, operation: str) -> LoadedAdapters:
+        if self._adapters is None:
             raise self._unimplemented(operation)
-        return engine
+        return self._adapters
 
     def _sleeping_engine(self, operation: str) -> SleepingEngine:
         engine = self._runner.engine

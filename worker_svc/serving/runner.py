@@ -173,6 +173,12 @@ class Runner:
     def open_requests(self) -> int:
         return len(self._active_requests)
 
+    def open_adapter_requests(self) -> Counter[str]:
+        """Returns the number of requests that have not ended, by adapter."""
+        requests = (one.leg_request.request for one in self._active_requests.values())
+        routings = (request.routing for request in requests if request is not None)
+        return Counter(hints.lora_name for hints in routings if hints and hints.lora_name)
+
     def observe_steps(self, now: float) -> None:
         """Measures the engine's steps; called every `step_limit.TICK_S` by each Attach stream."""
         self.step_limits.observe(

@@ -2,6 +2,7 @@
 
     service kvmesh-<namespace>, tag <kind>    one entry per incarnation, its ID ends in the hex id
     kvmesh/<namespace>/left/<id>              departure note, deleted after an hour
+    kvmesh/<namespace>/adapters/<key>         a desired adapter, signed
     kvmesh/cards/<checksum>/manifest, 0 …     a card, immutable, deflated, in parts
 
 One service per namespace, not one per kind: a watch then needs one blocking query, one index and

@@ -133,6 +133,11 @@ class ConsulClient:
         _, item = await self._consul.kv.get(key)
         return None if item is None else item["Value"] or b""
 
+    async def get_all(self, prefix: str) -> dict[str, bytes]:
+        """Returns the values below a prefix, by the rest of their keys."""
+        _, items = await self._consul.kv.get(prefix, recurse=True)
+        return {item["Key"].removeprefix(prefix): item["Value"] or b"" for item in items or ()}
+
     async def put(self, key: str, value: bytes) -> None:
         await self._consul.kv.put(key, value)
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from common.errors import InvalidRequest, Unauthenticated, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.instances import HEALTH_META_KEY, HEALTH_SERVICE_META_KEY, Instance
 from common.registry.signature import EntrySigner
@@ -74,6 +75,12 @@ def check_id(namespace: str, instance_id: int) -> str:
 def departure_key(namespace: str, instance_id: int | None = None) -> str:
     """Returns the key of an instance's departure note; without an id, the prefix of all of them."""
     return f"kvmesh/{namespace}/left/" + ("" if instance_id is None else f"{instance_id:016x}")
+
+
+def adapters_key(namespace: str, key: str = "") -> str:
+    """Returns the key of a desired adapter; without its own key, the prefix of all of them."""
+    check_namespace(namespace)
+    return f"kvmesh/{namespace}/adapters/{key}"
 
 
 def registration(

@@ -15,11 +15,14 @@ import structlog
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.namespace import check_namespace
+from common.registry.adapter_documents import AdapterDocuments
+from common.registry.adapters import DesiredAdapter, adapter_key
 from common.registry.card import ModelCard
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import (
     SIGNATURE_KEY,
     Listing,
+    adapters_key,
     card_key,
     departure_key,
     pack_card,
@@ -104,6 +107,7 @@ class ConsulRegistry:
         self._views: dict[str, NamespaceView] = {}
         self._leases: dict[int, _ConsulLease] = {}
         self._cards = OwnCards(self._has_card, self._store_card)
+        self._documents = AdapterDocuments(signer)
         self._cards_due_at = 0.0
         self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -173,6 +177,24 @@ class ConsulRegistry:
         parts = [await self._client.get(f"{key}/{n}") for n in range(part_count)]
         stored = [part for part in parts if part is not None]
         return await asyncio.to_thread(unpack_card, stored, checksum)
+
+    async def put_adapter(self, namespace: str, adapter: DesiredAdapter) -> None:
+        self._check_open()
+        document = self._documents.encode(namespace, adapter)
+        await self._client.put(adapters_key(namespace, adapter.key), document)
+
+    async def remove_adapter(self, namespace: str, name: str) -> bool:
+        self._check_open()
+        key = adapters_key(namespace, adapter_key(name))
+        if await self._client.get(key) is None:
+            return False
+        await self._client.delete(key)
+        return True
+
+    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+        self._check_open()
+        documents = await self._client.get_all(adapters_key(namespace))
+        return self._documents.decode(namespace, documents.items())
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
         self._check_open()

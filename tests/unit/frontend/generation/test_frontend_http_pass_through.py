@@ -22,6 +22,7 @@ from common.api_keys import ApiKey, KeyDocument, Permission, Tenant, hash_of
 from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
+from common.registry.registry import MemoryRegistry
 from common.request.placement import Decision, Query
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
@@ -202,6 +203,7 @@ async def served(
             no_metrics,
             Members(),
             BatchClient(Members(), PLAINTEXT),
+            MemoryRegistry(),
         )
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:

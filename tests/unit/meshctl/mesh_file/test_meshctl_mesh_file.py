@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -112,6 +113,27 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         (
             "workers: [{engine: echo}]\nadapters: [{name: a, model: sim}]\n",
             "mesh.yaml:2:12: adapters[0]: the echo engine has no adapters",
+        ),
+        (
+            "adapters: [{name: a, model: sim, copies: 2, copies_max: 1}]\n",
+            "mesh.yaml:1:45: adapters[0].copies_max: copies_max must be at least 2",
+        ),
+        (
+            "adapters: [{name: a, model: sim, copies_max: 1}]\n",
+            "mesh.yaml:1:34: adapters[0].copies_max: needs copies",
+        ),
+        (
+            "adapters:\n  - {name: a b, model: sim, copies: 1}\n",
+            "mesh.yaml:2:6: adapters[0].name: 'a b' is no name",
+        ),
+        (
+            "adapters:\n  - &a {name: a, model: sim, copies: 1}\n  - *a\n",
+            "mesh.yaml:2:9: adapters[1].name: another adapter has the name 'a'",
+        ),
+        (
+            "workers: [{engine: sglang}]\n"
+            "adapters: [{name: a, model: sim, uri: 'file:///a', copies: 1}]\n",
+            "mesh.yaml:2:52: adapters[0].copies: SGLang loads adapters later only with max_lora_ra",
         ),
     ],
 )
@@ -303,6 +325,29 @@ def test_adapters_are_loaded_when_a_worker_starts(tmp_path: Path) -> None:
     assert specs["a-0"].environ["KVMESH_WORKER_LORAS"] == "x"
     expected = '{"tp_size": 1, "enable_lora": true, "lora_paths": {"y": "/loras/y"}}'
     assert specs["b-0"].environ["KVMESH_WORKER_ENGINE_ARGS"] == expected
+
+
+def test_adapters_with_copies_are_loaded_later(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        "workers:\n"
+        "  - {name: a, model: a}\n"
+        "  - name: b\n"
+        "    model: b\n"
+        "    engine: sglang\n"
+        "    engine_args: {max_lora_rank: 8, lora_target_modules: [all]}\n"
+        "adapters:\n"
+        "  - {name: x, model: a, copies: 1}\n"
+        "  - {name: y, model: b, uri: file:///loras/y, copies: 1}\n",
+    )
+    specs = specs_of(loaded)
+    assert "KVMESH_WORKER_LORAS" not in specs["a-0"].environ
+    arguments = json.loads(specs["b-0"].environ["KVMESH_WORKER_ENGINE_ARGS"])
+    assert arguments == {
+        "max_lora_rank": 8,
+        "lora_target_modules": ["all"],
+        "enable_lora": True,
+    }
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,6 @@ class ScriptedMembership:
     async def rejoin(self) -> None:
         self.is_registered = True
 
-    async def advertise_loras(self, loras: frozenset[str]) -> None: ...
-
 
 class IdleEngine:
     """An engine without work."""
@@ -47,7 +45,7 @@ class IdleEngine:
 
 async def drain(membership: ScriptedMembership, runner: Runner) -> admin_pb2.DrainResponse:
     servicer = AdminServicer(
-        runner, membership, "scripted", model="m", loras=frozenset(), notice_s=5.0
+        runner, membership, "scripted", adapters=None, lock=asyncio.Lock(), notice_s=5.0
     )
     return await servicer.Drain(admin_pb2.DrainRequest(timeout_ms=1), cast(Any, None))
 
