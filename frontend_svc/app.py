@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -302,7 +303,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
                 self._certificates or self._security.files,
             )
         served: AsgiApp = dispatcher(entries, dependencies)
-        find_caller = _anonymous
+        find_caller = _unchecked
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
@@ -466,9 +467,9 @@ def _encode(metrics: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     return encode(metrics), media_type
 
 
-def _anonymous(tenant: str, key_id: str) -> Caller:
-    """Returns the client of every line of a frontend without keys."""
-    return ANONYMOUS
+def _unchecked(tenant: str, key_id: str) -> Caller:
+    """Returns the client of a line at a frontend without keys; other frontends may have some."""
+    return replace(ANONYMOUS, tenant=tenant, key_id=key_id)
 
 
 async def _unchanged(own: Readiness) -> Readiness:

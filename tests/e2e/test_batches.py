@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from common.api_keys import ApiKey, KeyDocument, Permission, Tenant, hash_of
 from tests.kit.oracle import Oracle
 from tests.kit.processes import MODEL, Mesh, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
@@ -26,15 +29,19 @@ mesh = mesh_fixture(
 )
 
 
-@pytest.fixture
-def client(mesh: Mesh) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
+def sdk(mesh: Mesh, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(
         base_url=f"{mesh.url}/v1",
-        api_key="none",
+        api_key=key,
         max_retries=8,
         timeout=WAIT_S,
         http_client=openai.DefaultHttpxClient(trust_env=False),
-    ) as opened:
+    )
+
+
+@pytest.fixture
+def client(mesh: Mesh) -> Iterator[openai.OpenAI]:
+    with sdk(mesh) as opened:
         yield opened
 
 
@@ -246,3 +253,64 @@ def test_without_a_batch_service_the_routes_state_the_reason(mesh: Mesh) -> None
     wait_for(
         lambda: mesh.http.get(f"{mesh.url}/v1/batches").status_code == 200, "batches are served"
     )
+
+
+def test_files_and_batches_belong_to_a_tenant_whose_key_runs_the_lines(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    texts = {name: f"sk-{name}" for name in ("acme", "bravo")}
+    created = datetime.now(UTC)
+    keys.write_text(
+        KeyDocument(
+            tenants={
+                name: Tenant(
+                    keys=(
+                        ApiKey(
+                            id=f"key-{name}",
+                            sha256=hash_of(text.encode()),
+                            scopes=frozenset({Permission.INFER}),
+                            created=created,
+                        ),
+                    )
+                )
+                for name, text in texts.items()
+            }
+        ).model_dump_json()
+    )
+    (tmp_path / "mesh").mkdir()
+    with (
+        Mesh(
+            tmp_path / "mesh",
+            workers=1,
+            batches=1,
+            worker_flags=["--speedup=20"],
+        ) as mesh,
+    ):
+        open_to_all = mesh.frontend
+        mesh.spawn("frontend", f"--api-keys={keys}").wait_ready().wait_routable()
+        open_to_all.kill()
+        with sdk(mesh, texts["acme"]) as acme, sdk(mesh, texts["bravo"]) as bravo:
+            check_tenants(mesh, acme, bravo)
+
+
+def check_tenants(mesh: Mesh, acme: openai.OpenAI, bravo: openai.OpenAI) -> None:
+    file_id = upload(acme, [completion("a")])
+    batch = ended(acme, create(acme, file_id).id)
+    assert batch.status == "completed"
+    (row,) = rows(acme, batch.output_file_id)
+    (line,) = wait_for(lambda: mesh.request_lines(row["id"]), "the line is in the log")
+    assert (line["tenant"], line["key_id"]) == ("acme", "key-acme")
+    # Any: each returns another type.
+    calls: list[Any] = [bravo.files.retrieve, bravo.files.content, bravo.files.delete]
+    for call in calls:
+        with pytest.raises(openai.NotFoundError):
+            call(file_id)
+    with pytest.raises(openai.NotFoundError):
+        bravo.batches.retrieve(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        create(bravo, file_id)
+    assert (bravo.files.list().data, bravo.batches.list().data) == ([], [])
+    # Another scope than that of the lines.
+    body = {"model": MODEL, "input": "Hi"}
+    refused = ended(acme, create(acme, upload(acme, [body], "/v1/embeddings"), "/v1/embeddings").id)
+    (error,) = rows(acme, refused.error_file_id)
+    assert error["response"]["status_code"] == 403
