@@ -10,7 +10,7 @@
 - `slow_worker_p99`: p99 with one of 8 workers at a quarter of the speed / without;
 - `routers4_hit`, `routers4_ttft`: 4 routers / one router, arrivals spread; `routers8_*` likewise,
   `routers4_late_ttft` at ten times the lags; `approx4_*` without KV events (`kv_approx`);
-- `hints_*`: see `replay_hints.py`.
+- `hints_*`: see `replay_hints.py`; `plain_*`, `priority_*`, `deadlines_*`: `replay_deadlines.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import replay_hints
+from bench import replay_deadlines, replay_hints
 from replay.mesh import MeshSettings, ReplayMesh
 from replay.policies import POLICIES
 from replay.report import Summary, summarize
@@ -104,6 +104,7 @@ def execute(run: Run, requests_max: int | None) -> Summary:
 
 # Workload of the cases with conversations -> prefix of their keys.
 HINT_WORKLOADS = {"conversation": "hints_", "sessions": "hints_sessions_"}
+TARGET_REQUESTS = 4000
 
 
 def _workload(name: str) -> Workload:
@@ -115,6 +116,21 @@ def _execute_hints(
 ) -> Summary:
     requests = _workload(workload).read(requests_max)
     return replay_hints.execute(requests, replay_hints.SIGHTS[sight], with_hints=with_hints)
+
+
+def _target_requests(requests_max: int | None) -> list[TraceRequest]:
+    count = min(TARGET_REQUESTS, requests_max or TARGET_REQUESTS)
+    return load_trace(TRACES / CONVERSATION)[:count]
+
+
+def _capacity(requests_max: int | None) -> float:
+    return replay_deadlines.capacity(_target_requests(requests_max))
+
+
+def _execute_targets(
+    way: str, speed: float, requests_max: int | None
+) -> replay_deadlines.Attainment:
+    return replay_deadlines.execute(_target_requests(requests_max), way, speed, SEED)
 
 
 def _run_hints(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str, float]:
@@ -129,6 +145,15 @@ def _run_hints(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str,
     found = {case: future.result() for case, future in futures.items()}
     sys.stdout.write(replay_hints.table(found, list(HINT_WORKLOADS)))
     return replay_hints.figures(found, HINT_WORKLOADS)
+
+
+def _run_targets(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str, float]:
+    """Prints the table of the cases with latency targets; returns their figures."""
+    ways, speed = replay_deadlines.WAYS, pool.submit(_capacity, requests_max).result()
+    futures = {way: pool.submit(_execute_targets, way, speed, requests_max) for way in ways}
+    found = {way: future.result() for way, future in futures.items()}
+    sys.stdout.write(replay_deadlines.table(found))
+    return replay_deadlines.figures(found)
 
 
 def _run_policies(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[str, float]:
@@ -151,7 +176,7 @@ def _run_policies(pool: ProcessPoolExecutor, requests_max: int | None) -> dict[s
     return _figures(found)
 
 
-_CASES = {"policies": _run_policies, "hints": _run_hints}
+_CASES = {"policies": _run_policies, "hints": _run_hints, "targets": _run_targets}
 
 
 def geomean(values: Sequence[float]) -> float:

@@ -3,8 +3,10 @@
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Decisions:
 
 - `Overloaded` is 429 only if the *client* exceeds its own limit (reason `TENANT_...`), so that
-  slowing down helps. If the mesh is full it is 503 with `Retry-After`, like `Unavailable`; 529 is
-  not a registered status, and proxies do not handle it. The label `error_type` distinguishes them.
+  slowing down helps, or if the mesh cannot meet its latency target (`TARGET_UNMET`): a later
+  request, or one with another target, may be served. If the mesh is full it is 503 with
+  `Retry-After`, like `Unavailable`; 529 is not a registered status, and proxies do not handle it.
+  The label `error_type` distinguishes them.
 - The OpenAI SDK retries 408, 409, 429 and every 5xx by default, so each response has
   `x-should-retry`: true exactly if the error is retryable. The SDK reads the delay from
   `retry-after-ms`; `retry-after` has whole seconds, rounded up.
@@ -48,9 +50,10 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
+from common.request.placement import TARGET_UNMET
 
 # Reasons with their own status: InvalidRequest with BODY_TOO_LARGE is 413; Overloaded with a reason
-# that starts with TENANT_REASON_PREFIX is 429.
+# that starts with TENANT_REASON_PREFIX, or TARGET_UNMET, is 429.
 BODY_TOO_LARGE = "BODY_TOO_LARGE"
 TENANT_REASON_PREFIX = "TENANT_"
 # Reason of the error if a started response cannot continue on another worker.
@@ -68,6 +71,8 @@ HEADER_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "x-kvmesh-strict-priority": ("agent_hints", "strict_priority"),
         "x-kvmesh-osl": ("agent_hints", "osl"),
         "x-kvmesh-session-id": ("session_control", "session_id"),
+        "x-kvmesh-ttft-target-ms": ("router", "ttft_target"),
+        "x-kvmesh-itl-target-ms": ("router", "itl_target"),
     }
 )
 
@@ -157,6 +162,8 @@ _REFUSAL_CODES = frozenset(
 _FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
     ("query.routing.", "nvext."),
+    ("query.ttft_target_ms", "nvext.router.ttft_target"),
+    ("query.itl_target_ms", "nvext.router.itl_target"),
     ("query.config_override.", "nvext.router_config_override."),
     ("extra_args", "nvext.extra_args"),
     ("routing.lora_name", "model"),
@@ -173,6 +180,7 @@ _FIELD_PREFIXES = (
 _HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADER_FIELDS.items()}
 
 _TENANT_LIMIT = _Mapping(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
+_TARGET_UNMET = _Mapping(429, "rate_limit_error", "target_unmet", ErrorType.RATE_LIMITED)
 _TOO_LARGE = _Mapping(413, INVALID, "body_too_large", ErrorType.VALIDATION)
 _WORKER_LOST_FINAL = _Mapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
 _INVALID_OUTPUT = _Mapping(502, "server_error", "invalid_output", ErrorType.INTERNAL)
@@ -268,6 +276,8 @@ def _mapping_of(error: BaseException) -> _Mapping:
     match error:
         case Overloaded() if error.reason.startswith(TENANT_REASON_PREFIX):
             return _TENANT_LIMIT
+        case Overloaded() if error.reason == TARGET_UNMET:
+            return _TARGET_UNMET
         case InvalidRequest() if error.reason == BODY_TOO_LARGE:
             return _TOO_LARGE
         case InternalError() if error.reason == INVALID_OUTPUT:

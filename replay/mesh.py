@@ -96,6 +96,9 @@ class Outcome:
     ttft_s: float | None = None
     """Time to the first token; None if no token came."""
 
+    refusal: str = ""
+    """Reason of the router's error."""
+
     end_s: float | None = None
 
 
@@ -257,8 +260,9 @@ class ReplayMesh:
         active = _Active(number, request, hashes, outcome, key, peer_number)
         try:
             placed = peer.router.admit(query, key, now, peer.rng, peer.session)
-        except Overloaded:
-            return outcome  # The queue is full.
+        except Overloaded as error:
+            outcome.refusal = error.reason
+            return outcome
         if isinstance(placed, QueuedRequest):
             self._queued[key] = active
             self._serve_queue(peer)
@@ -268,7 +272,14 @@ class ReplayMesh:
 
     def _query(self, request: TraceRequest, hashes: Hashes) -> Query:
         settings = self._settings
-        query = Query(MODEL, affinity_key=request.session if settings.with_hints else 0)
+        target_s = request.ttft_target_s
+        query = Query(
+            MODEL,
+            strict_priority=request.level,
+            tenant=request.tenant,
+            affinity_key=request.session if settings.with_hints else 0,
+            ttft_target_ms=None if target_s is None else target_s * 1000,
+        )
         if settings.is_tokenized:
             query.total_tokens, query.block_size = request.input_tokens, settings.worker.block_size
             query.prefix_hashes, query.hash_scheme = hashes_to_bytes(hashes), int(len(hashes) > 0)
@@ -305,7 +316,7 @@ class ReplayMesh:
                 if isinstance(result, DecisionRecord):
                     self._start(self._queued.pop(queued.key), result.decision)
                 elif result is not None:
-                    del self._queued[queued.key]
+                    self._queued.pop(queued.key).outcome.refusal = result.reason
 
     def _on_tokens(self, sequences: Sequence[SimSequence], now: float) -> None:
         peers: set[int] = set()

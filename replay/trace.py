@@ -29,14 +29,21 @@ SESSION_BLOCKS_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """at_s: arrival in seconds. hash_ids: of the full blocks of the prompt; the rest is private.
-    session: number of its conversation, from 1; 0: unknown."""
+    """at_s: arrival in seconds. hash_ids: of the full blocks of the prompt; the rest is private."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     session: int = 0
+    """Number of its conversation, from 1; 0: unknown."""
+
+    tenant: str = ""
+    level: int = 0
+    """Strict priority."""
+
+    ttft_target_s: float | None = None
+    """Target that the router receives; None: none."""
 
 
 class TraceError(Exception):

@@ -17,6 +17,8 @@ from common.request.preprocessed.codecs import LOCAL, U32, U64, BytesCodec
 
 # Of `Query.exclusion_reasons`.
 REASONS_MAX, REASON_CHARS_MAX = 64, 160
+# The router's error reason if a latency target of a request cannot be met.
+TARGET_UNMET = "TARGET_UNMET"
 # Begins the request ids of canaries, which frontends send by themselves.
 CANARY_ID_PREFIX = "canary-"
 
@@ -81,6 +83,13 @@ class Query:
     affinity_key: U64 = 0
     """Hash of what names the client's conversation, with tenant and model. Its requests prefer one
     rank. 0: none."""
+
+    ttft_target_ms: float | None = None
+    """The first token is to be there so many milliseconds after the arrival at the frontend, else
+    the request is refused. None: no target."""
+
+    itl_target_ms: float | None = None
+    """The same for the mean time of a further token."""
 
 
 @dataclass(slots=True)

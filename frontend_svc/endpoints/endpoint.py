@@ -43,6 +43,7 @@ from frontend_svc.edge.asgi import (
 )
 from frontend_svc.edge.error_response import send_error
 from frontend_svc.endpoints.header_ids import header_id
+from frontend_svc.endpoints.latency_targets import target_outcomes
 from frontend_svc.endpoints.request_context import HttpRequest, Progress, ended_request
 from frontend_svc.endpoints.request_log import log_request, span_attributes
 from frontend_svc.endpoints.request_records import RequestRecords
@@ -213,6 +214,8 @@ class PostEndpoint(ABC, Generic[P]):
         if counts.requests:
             self._usage.add(usage_key(ended), counts)
         if progress.meter is not None:
+            for target, outcome in target_outcomes(ended):
+                progress.meter.target_ended(target, outcome)
             progress.meter.close()
         context.span.end(partial(span_attributes, ended), ended.error)
         log_request(ended)
@@ -297,6 +300,7 @@ class PostEndpoint(ABC, Generic[P]):
     ) -> PlacementRequest:
         """Returns the request for the placement of a prompt. model: the name that routers see.
         hasher: of the prompt; None: it gets no hashes. conversation: see `conversation_name`."""
+        targets = context.progress.targets = None if nvext is None else nvext.router
         query = Query(
             model,
             len(request.token_ids),
@@ -306,6 +310,8 @@ class PostEndpoint(ABC, Generic[P]):
             tenant_weight=context.caller.limits.weight,
             is_background=context.is_background,
             affinity_key=affinity_key(context.caller.tenant, request.model, conversation),
+            ttft_target_ms=None if targets is None else targets.ttft_target,
+            itl_target_ms=None if targets is None else targets.itl_target,
         )
         prompt, _ = request.routing_tokens()
         arrived_at = asyncio.get_running_loop().time()

@@ -16,6 +16,7 @@ from frontend_svc.endpoints.header_ids import id_headers
 from frontend_svc.endpoints.route import Route
 from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.models.variants import Choice
+from frontend_svc.openai.body.nvext import NvextRouter
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome
@@ -78,6 +79,9 @@ class Progress:
 
     adapter: str = ""
     """"" if none."""
+
+    targets: NvextRouter | None = None
+    """Latency targets of its client; None: it has none."""
 
     choices_per_prompt: int = 1
 

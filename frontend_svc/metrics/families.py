@@ -243,6 +243,9 @@ class FrontendMetrics:
             ("alias", "model", "reason"),
             registry=None,
         )
+        targets = counter(
+            "latency_targets_total", "Latency targets by outcome", "target", "outcome"
+        )
         by_model: dict[str, Counter | WrittenGauge | SingleThreadHistogram] = {
             attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
         }
@@ -257,12 +260,13 @@ class FrontendMetrics:
             children: dict[str, Any] = {a: family.labels(model) for a, family in by_model.items()}
             return ModelSeries(**children)
 
-        totals = (started, ended, failures, refused, alias_requests)
+        totals = (started, ended, failures, refused, targets, alias_requests)
         self.collectors: tuple[Collector, ...] = (*totals, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
         self.started, self.ended = cache(started.labels), cache(ended.labels)
         self.failures, self.refused = cache(failures.labels), cache(refused.labels)
+        self.targets = cache(targets.labels)
         self.alias_requests = alias_requests.labels
 
 
@@ -338,6 +342,11 @@ class RequestMeter(_Closing):
 
     def mark_ok(self) -> None:
         self._guard.mark_ok()
+
+    def target_ended(self, target: str, outcome: str) -> None:
+        """Counts a latency target of the request: one of TARGETS and OUTCOMES of
+        `endpoints/latency_targets.py`."""
+        self._frontend.targets(self._guard.model, target, outcome).inc()
 
     def mark_failed(self, error_type: ErrorType, refusal: str | None = None) -> None:
         """Sets the error type of a failed request, which is `internal` without this call. refusal:

@@ -52,6 +52,9 @@ class PlacementRequest:
             total_tokens=query.total_tokens + count,
             expected_output_tokens=None if expected is None else max(0, expected - count),
             prefix_hashes=query.prefix_hashes + new_hashes,
+            # A response that has begun is not refused.
+            ttft_target_ms=None,
+            itl_target_ms=None,
         )
         return replace(self, query=longer, chain=chain)
 

@@ -7,12 +7,14 @@ Order, least first: (-strict_priority, -key, enqueue number), background request
 where with
 jump = max(0, priority_jump) and arrival at the frontend, both in seconds,
 
-    fcfs  key = jump - arrival
+    fcfs  key = jump - (arrival + ttft_target, or wait_max_s for a request without a target)
     lcfs  key = jump + arrival
     wspt  key = (1 + jump) / max(1, total_tokens - most tokens that an eligible rank has cached)
 
-Keys as NVIDIA Dynamo 1.6 documents them. Arrival counts, not the enqueue time: a request that is
-routed again after a failure keeps its position.
+Without targets, fcfs is the order of arrival; with targets, the earliest deadline goes first, and a
+request without one is not starved. Keys without targets as NVIDIA Dynamo 1.6 documents them.
+Arrival counts, not the enqueue time: a request that is routed again after a failure keeps its
+position.
 
 Requests of one *constraint class* may run on exactly the same ranks, so the head is tried for all
 of them (head-of-line blocking), and a request that is pinned to a busy worker delays no other
@@ -122,7 +124,8 @@ class QueueOrder(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """queued_at: enqueue time, seconds. constraint_class: changes if its session moves."""
+    """queued_at: enqueue time, seconds. constraint_class: changes if its session moves.
+    uncached_tokens: prompt tokens to compute, by the caches when it was queued."""
 
     order: QueueOrder
     constraint_class: ConstraintClass
@@ -130,6 +133,12 @@ class QueuedRequest:
     query: Query
     session: int | None
     queued_at: float
+    uncached_tokens: int = 0
+
+    @property
+    def arrived_at(self) -> float:
+        """Arrival at the frontend in seconds."""
+        return self.queued_at - self.query.waited_ms / 1000
 
 
 class AdmissionQueue:
@@ -175,10 +184,10 @@ class AdmissionQueue:
         assert key not in self._queued, "a queued key must be withdrawn first"
         self._check_limits(query)
         self._last_number += 1
-        order = _queue_order(self.settings.policy, query, now, cached_tokens, self._last_number)
-        queued = QueuedRequest(
-            order, constraint_class or constraint_class_of(query), key, query, session, now
-        )
+        order = _queue_order(self.settings, query, now, cached_tokens, self._last_number)
+        in_class = constraint_class or constraint_class_of(query)
+        uncached = max(0, query.total_tokens - cached_tokens)
+        queued = QueuedRequest(order, in_class, key, query, session, now, uncached)
         self._insert(queued)
         self._queued[key] = queued
         self._count_by_model[query.model] += 1
@@ -212,6 +221,41 @@ class AdmissionQueue:
             self._background_requests -= 1
             self._background_tokens -= queued.query.total_tokens
         return queued
+
+    def tokens_ahead(self, query: Query, now: float, cached_tokens: int) -> float:
+        """Returns the prompt tokens to compute that leave the queue before a request that is queued
+        now: those of its tenant with an earlier order, then what other tenants get meanwhile by
+        their shares, and what waits at higher levels. Takes time for each queued request.
+        """
+        number = self._last_number + 1
+        order = _queue_order(self.settings, query, now, cached_tokens, number)
+        own, higher, own_account = 0, 0, _account_of(query)
+        others: dict[_Account, tuple[int, float]] = {}
+        for constraint_class, entries in self._classes.items():
+            if constraint_class.model != query.model:
+                continue
+            account = _Account(constraint_class.tenant, constraint_class.is_background)
+            tokens, is_own = 0, account == own_account
+            for other, queued in entries:
+                is_behind = other > order if is_own else other.level > order.level
+                if is_behind:
+                    break
+                if other.level < order.level and not is_own:
+                    higher += queued.uncached_tokens
+                else:
+                    tokens += queued.uncached_tokens
+            if is_own:
+                own += tokens
+            else:
+                known, _ = others.get(account, (0, 1.0))
+                others[account] = known + tokens, entries[0][1].query.tenant_weight
+        admitted = self._admitted_by_account
+        share = admitted.get(own_account, 0.0) + own / query.tenant_weight
+        ahead = float(own + higher)
+        for account, (waiting, weight) in others.items():
+            due = (share - admitted.get(account, 0.0)) * weight
+            ahead += min(float(waiting), max(0.0, due))
+        return ahead
 
     def oldest_wait_s(self, now: float) -> float:
         """Returns how long the oldest queued request has waited that is no background request; 0
@@ -422,14 +466,19 @@ def _session_of(query: Query) -> SessionName | None:
 
 
 def _queue_order(
-    policy: QueuePolicy, query: Query, now: float, cached_tokens: int, number: int
+    settings: QueueSettings, query: Query, now: float, cached_tokens: int, number: int
 ) -> QueueOrder:
     routing = query.routing
     jump = max(0.0, routing.priority_jump or 0.0) if routing is not None else 0.0
     arrival = now - query.waited_ms / 1000
-    if policy == "wspt":
-        key = (1.0 + jump) / max(1, query.total_tokens - cached_tokens)
-    else:
-        key = jump - arrival if policy == "fcfs" else jump + arrival
+    match settings.policy:
+        case "wspt":
+            key = (1.0 + jump) / max(1, query.total_tokens - cached_tokens)
+        case "lcfs":
+            key = jump + arrival
+        case "fcfs":
+            target_ms = query.ttft_target_ms
+            slack_s = settings.wait_max_s if target_ms is None else target_ms / 1000
+            key = jump - (arrival + slack_s)
     level = BACKGROUND_LEVEL if query.is_background else -query.strict_priority
     return QueueOrder(level, -key, number)

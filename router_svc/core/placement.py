@@ -63,6 +63,7 @@ from router_svc.core.scoring import View
 from router_svc.core.selectors import COST_SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
 from router_svc.core.shortlist import Shortlist
+from router_svc.core.targets import slow_ranks_error
 
 # Why a request of a model with prefill or decode workers was not split.
 FALLBACK_REASONS = (
@@ -76,6 +77,7 @@ FALLBACK_REASONS = (
 # Reason of the error if the selector fails.
 SELECTOR_FAILED = "SELECTOR_FAILED"
 _BUSY_REASON = "busy: above a configured threshold"
+_BUSY_OR_SLOW_REASON = f"{_BUSY_REASON}, or slower than the request's ITL target"
 _GATED_REASON = "busy: too few free KV blocks for the bypass"
 
 # Errors of a serving mode that is closed.
@@ -204,6 +206,7 @@ class PlacementAttempt:
             query.routing is not None
             or query.is_background
             or query.excluded_worker_ids
+            or query.itl_target_ms is not None
             or policy.queue.threshold is not None
             or not policy.busy.is_disabled
             or fleet.roles(query.model) != ("aggregated",)
@@ -375,7 +378,7 @@ class PlacementAttempt:
                 raise all_busy_error(self.query.model, "decode") from None
             raise all_busy_error(self.query.model, "prefill") from None
         first[1].extend(_exclusions(prefill, free_prefill, _BUSY_REASON))
-        second[1].extend(_exclusions(decode, free_decode, _BUSY_REASON))
+        second[1].extend(_exclusions(decode, free_decode, self._busy_reason))
         return first, second
 
     def _match_pairs(
@@ -453,7 +456,12 @@ class PlacementAttempt:
             kept, excluded = self._filter(free, leg)
         except (Unavailable, InvalidRequest) as error:
             raise all_busy_error(self.query.model, leg) from error
-        return kept, excluded + _exclusions(candidates, free, _BUSY_REASON)
+        return kept, excluded + _exclusions(candidates, free, self._busy_reason)
+
+    @property
+    def _busy_reason(self) -> str:
+        has_target = self.query.itl_target_ms is not None
+        return _BUSY_OR_SLOW_REASON if has_target else _BUSY_REASON
 
     def _filter(self, candidates: Candidates, leg: Leg) -> _Eligibility:
         return eligible(
@@ -466,10 +474,21 @@ class PlacementAttempt:
         )
 
     def _without_busy(self, candidates: Candidates, leg: Leg) -> Candidates:
-        """Returns the candidates below all busy thresholds; the same sequence object if all are."""
+        """Returns the candidates below all busy thresholds and within the request's target for
+        further tokens; the same sequence object if all are. Raises Overloaded (TARGET_UNMET) if
+        none is within the target."""
         tracker, limits = self.planner.tracker, self.planner.policy.busy
         busy = busy_worker_ids(candidates, lambda at: tracker.load(at, self.now), limits, leg)
-        return [c for c in candidates if c.placement.worker_id not in busy] if busy else candidates
+        if busy:
+            candidates = [c for c in candidates if c.placement.worker_id not in busy]
+        target_ms = self.query.itl_target_ms
+        if target_ms is None or leg == "prefill" or not candidates:
+            return candidates
+        itls_s = [tracker.ranks.itl_s(c.placement, self.now) for c in candidates]
+        within = [c for c, s in zip(candidates, itls_s, strict=True) if s * 1000 <= target_ms]
+        if not within:
+            raise slow_ranks_error(self.query, min(itls_s))
+        return candidates if len(within) == len(candidates) else within
 
     def _select(self, leg: Leg, kept: Candidates, excluded: Sequence[Excluded]) -> LegPlan:
         planner, query = self.planner, self.query

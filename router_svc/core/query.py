@@ -26,6 +26,11 @@ def validate_query(query: Query) -> None:
     if not 0 < query.tenant_weight < math.inf:
         field = "query.tenant_weight"
         raise InvalidRequest(f"{field} must be above 0, not {query.tenant_weight}", field)
+    for name in ("ttft_target_ms", "itl_target_ms"):
+        target_ms: float | None = getattr(query, name)
+        if target_ms is not None and not 0 < target_ms < math.inf:
+            field = f"query.{name}"
+            raise InvalidRequest(f"{field} must be above 0, not {target_ms}", field)
     if not query.prefix_hashes:
         return
     blocks, remainder = divmod(len(query.prefix_hashes), HASH_BYTES)

@@ -13,6 +13,8 @@ from common.kv.load import LOAD_MAX_AGE_S, Load
 from common.request.placement import Placement
 from router_svc.core.candidate import LoadTotals
 
+# Weight of the last report in the mean time of a step.
+STEP_SHARE = 0.3
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
 # Seconds of prefill in the measured rate of a rank, and seconds at the mean rate of all ranks
@@ -79,6 +81,9 @@ class _RankState:
 
     report: Load | None = None
     reported_at: float = 0.0
+    step_s: float = 0.0
+    """Smoothed seconds of an engine step; 0: unknown, or the engine is idle."""
+
     report_count: int = 0
     """Not a time, since a booking and a report may have the same `now`."""
 
@@ -138,6 +143,7 @@ class RankLoads:
         """Stores a worker's load report of one rank; it replaces the previous one."""
         self.set_time(now)
         rank = self._rank(placement)
+        rank.step_s = _next_step_s(rank, load, now)
         rank.report = load
         rank.reported_at = now
         rank.report_count += 1
@@ -228,6 +234,14 @@ class RankLoads:
             return None
         return rank.report
 
+    def itl_s(self, placement: Placement, now: float) -> float:
+        """Returns the seconds between two tokens of a request of the rank: each gets a token an
+        engine step. 0: unknown, or it runs no request."""
+        rank = self._ranks.get(placement)
+        if rank is None or rank.report is None or now > rank.reported_at + LOAD_MAX_AGE_S:
+            return 0.0
+        return rank.step_s
+
     @property
     def now(self) -> float:
         """The latest time of any call."""
@@ -287,3 +301,17 @@ class RankLoads:
         if rank is None:
             rank = self._ranks[placement] = _RankState()
         return rank
+
+
+def _next_step_s(rank: _RankState, load: Load, now: float) -> float:
+    """Returns the smoothed time of a step after a report; 0 if the rank runs nothing."""
+    last = rank.report
+    if not load.running:
+        return 0.0
+    if last is None or not last.running:
+        return rank.step_s
+    steps = load.engine_step - last.engine_step
+    if steps <= 0:
+        return rank.step_s
+    step_s = (now - rank.reported_at) / steps
+    return rank.step_s + STEP_SHARE * (step_s - rank.step_s) if rank.step_s else step_s

@@ -29,7 +29,7 @@ from router_svc.core.key_affinity import KeyAffinity, KeyHome
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
 from router_svc.core.pairing import make_bootstrap_info
-from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan
+from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan, cached_tokens
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import (
     UNKNOWN_PROMPT_TOKENS,
@@ -43,6 +43,7 @@ from router_svc.core.scoring import View
 from router_svc.core.selectors import COST_SELECTORS, SELECTORS, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
 from router_svc.core.shortlist import Shortlist
+from router_svc.core.targets import FirstToken, check_first_token
 
 RECENT_MAX = 4096
 
@@ -177,9 +178,13 @@ class Router:
         # Without a threshold, only background requests wait.
         may_wait = query.is_background or self.queue.settings.threshold is not None
         if not plan.is_blocked and not (may_wait and self.queue):
+            self._check_first_token(attempt, plan, now - query.waited_ms / 1000)
             return self._place(attempt, plan, key, session)
         constraint_class = constraint_class_of(query, attempt.required_placements)
-        if not (plan.is_blocked or self.queue.must_wait(constraint_class)):
+        is_queued = plan.is_blocked or self.queue.must_wait(constraint_class)
+        arrived_at = now - query.waited_ms / 1000
+        self._check_first_token(attempt, plan, arrived_at, is_queued=is_queued)
+        if not is_queued:
             self.queue.admitted(query)
             return self._place(attempt, plan, key, session)
         queued = self.queue.enqueue(
@@ -304,9 +309,39 @@ class Router:
             if self._policy.busy.is_disabled:
                 raise
             return None
+        self._check_first_token(attempt, plan, queued.arrived_at)
         if plan.is_blocked:
             return None
         return self._place(attempt, plan, queued.key, queued.session, now - queued.queued_at)
+
+    def _check_first_token(
+        self,
+        attempt: PlacementAttempt,
+        plan: ServingPlan,
+        arrived_at: float,
+        *,
+        is_queued: bool = False,
+    ) -> None:
+        """Raises Overloaded (TARGET_UNMET) if the request has a target for its first token that it
+        cannot meet. is_queued: it would be queued behind others."""
+        query, leg_plan, now = attempt.query, plan.prompt_leg, attempt.now
+        if query.ttft_target_ms is None:
+            return
+        ranks, ahead = self.load_tracker.ranks, 0.0
+        if is_queued:
+            ahead = self.queue.tokens_ahead(query, now, _max_cached_tokens(query, leg_plan))
+        works, slownesses = ranks.prefill_work((leg_plan.chosen.placement,), now)
+        uncached = query.total_tokens - cached_tokens(query, leg_plan)
+        expected = FirstToken(
+            now - arrived_at,
+            ahead,
+            len(leg_plan.kept),
+            works[0],
+            uncached,
+            ranks.prompt_token_s,
+            slownesses[0],
+        )
+        check_first_token(query, expected)
 
     # The decision.
 

@@ -243,9 +243,60 @@ def test_a_named_conversation_leaves_a_loaded_worker(mesh: Mesh) -> None:
     wait_for(lambda: mesh.router.bookings() == 0, "the long prompt has ended")
 
 
+def targets(mesh: Mesh, target: str, outcome: str) -> float:
+    sample = "kvmesh_frontend_latency_targets_total"
+    labels = f'{{model="{MODEL}",outcome="{outcome}",target="{target}"}}'
+    text = mesh.http.get(f"{mesh.url}/metrics").text
+    found = [line for line in text.splitlines() if line.startswith(sample + labels)]
+    return float(found[0].split()[1]) if found else 0.0
+
+
+def test_a_target_that_cannot_be_met_is_a_429_with_the_estimate(mesh: Mesh) -> None:
+    placement(mesh, "measured")  # Its speed is measured.
+    met = post_completion(mesh, "met", router={"ttft_target": 80_000_000, "itl_target": 80_000_000})
+    assert met.status_code == 200
+    wait_for(lambda: targets(mesh, "ttft", "met") == 1, "the target is counted as met")
+    assert targets(mesh, "itl", "met") == 1
+    header = {"x-kvmesh-ttft-target-ms": "1000"}
+    with BusyWorkers(mesh):
+        refused = post_completion(
+            mesh, "refused-target", header, router={"ttft_target": 80_000_000}
+        )
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (429, "target_unmet")
+    assert error["param"] == "x-kvmesh-ttft-target-ms"
+    assert "and the target is 1000 ms" in error["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["x-should-retry"] == "true"
+    wait_for(lambda: targets(mesh, "ttft", "refused") == 1, "the refusal is counted")
+
+
+def test_the_earliest_deadline_leaves_the_queue_first(mesh: Mesh) -> None:
+    pin = {"backend_instance_id": mesh.workers[0].instance_id}
+    deadlines_ms = {"due-last": 80_000_000, "due-first": 40_000_000, "due-second": 60_000_000}
+    with ThreadPoolExecutor(len(deadlines_ms)) as pool:
+        with BusyWorkers(mesh):
+            responses = []
+            for name, target_ms in deadlines_ms.items():
+                nvext: dict[str, Any] = {**pin, "router": {"ttft_target": target_ms}}
+                responses.append(pool.submit(post_completion, mesh, name, **nvext))
+                wait_for(lambda: queued_requests(mesh) == len(responses), f"{name} is queued")
+        assert {one.result(WAIT_S).status_code for one in responses} == {200}
+    for name in deadlines_ms:
+        mesh.request_line(name)
+    order = [e.get("client_request_id") for e in mesh.frontend.events("request")]
+    assert [name for name in order if name in deadlines_ms] == [
+        "due-first",
+        "due-second",
+        "due-last",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("x-kvmesh-ttft-target-ms", "0"),
+        ("x-kvmesh-itl-target-ms", "soon"),
         ("x-kvmesh-strict-priority", "-1"),
         ("x-kvmesh-strict-priority", "4294967296"),
         ("x-kvmesh-strict-priority", "urgent"),

@@ -56,7 +56,7 @@ _NVEXT: dict[str, Any] = {
     "routing_constraints": {"preferred_taints": {"a": 1.0}},
     "session_control": {"session_id": "s", "action": "open"},
     "ignore_eos": False,
-    "router": {},
+    "router": {"ttft_target": 6e7, "itl_target": 6e7},
     "router_config_override": {"overlap_score_credit": 0.5, "assume_kv_reuse": True},
     "agent_context": {"session_id": "s", "trajectory_id": "t"},
     "request_timestamp_ms": 1.5,

@@ -46,6 +46,8 @@ CALLS_MAX = 1024
 BIASES_MAX = 1024
 CACHE_SALT_CHARS_MAX = 256
 CACHE_KEY_CHARS_MAX = 1024
+# A day, the longest request.
+TARGET_MS_MAX = 86_400_000
 # Unknown keys of an object. Without a limit, one body could cause millions of error reports.
 KEYS_MAX = 64
 _EXPECTED_TEMPLATE: LiteralString = "{expected}"
@@ -106,6 +108,7 @@ CacheKey: TypeAlias = Annotated[str, Field(max_length=CACHE_KEY_CHARS_MAX)]
 Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 Factor: TypeAlias = Annotated[float, Field(ge=0)]
+Target: TypeAlias = Annotated[float, Field(gt=0, le=TARGET_MS_MAX)]
 Timestamp: TypeAlias = Annotated[float, Field(ge=0, le=1e15)]
 Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]

@@ -16,14 +16,16 @@ from pydantic import ValidationError
 
 from common.errors import InvalidRequest
 from frontend_svc.errors import HEADER_FIELDS
-from frontend_svc.openai.body.nvext import AgentHints, Nvext, NvextSessionControl
+from frontend_svc.openai.body.nvext import AgentHints, Nvext, NvextRouter, NvextSessionControl
 from frontend_svc.openai.body.schema import GenerationRequest
 from frontend_svc.openai.body.validation_errors import invalid_value
 
 HEADER_PREFIX = b"x-kvmesh-"
 _TEXT_HEADERS = frozenset({"x-kvmesh-session-id"})
-_NESTED_OBJECTS: Mapping[str, type[AgentHints] | type[NvextSessionControl]] = MappingProxyType(
-    {"agent_hints": AgentHints, "session_control": NvextSessionControl}
+_NESTED_OBJECTS: Mapping[str, type[AgentHints] | type[NvextRouter] | type[NvextSessionControl]] = (
+    MappingProxyType(
+        {"agent_hints": AgentHints, "router": NvextRouter, "session_control": NvextSessionControl}
+    )
 )
 _INTEGER = re.compile(r"-?[0-9]{1,24}")
 # Characters that no proxy on the way interprets differently.

@@ -20,6 +20,7 @@ from frontend_svc.openai.body.fields import (
     Name,
     StrictModel,
     Taint,
+    Target,
     Timestamp,
     Weight,
     WorkerId,
@@ -55,14 +56,12 @@ class NvextSessionControl(StrictModel):
     action: Literal["open", "close"] | None = None
 
 
-_NO_TARGETS = "routers place by cost, not by latency targets; use agent_hints.strict_priority"
-
-
 class NvextRouter(StrictModel):
-    """Latency targets of `RouterParams`, in milliseconds."""
+    """Latency targets in milliseconds, from the arrival at the frontend: ttft_target of the first
+    token, itl_target of the mean of further ones. A request that cannot meet them is refused."""
 
-    ttft_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
-    itl_target: Annotated[Factor | None, refuse(_NO_TARGETS)] = None
+    ttft_target: Target | None = None
+    itl_target: Target | None = None
 
 
 class NvextRouterConfigOverride(StrictModel):
@@ -107,7 +106,7 @@ class PlacementFields(GuidedFields):
     ) = None
     """Only these workers run the request."""
     router: NvextRouter | None = None
-    """Refused by name, if it has a target."""
+    """Latency targets."""
     router_config_override: NvextRouterConfigOverride | None = None
     """Settings of the router's cost."""
     agent_hints: AgentHints | None = None

@@ -23,7 +23,8 @@ Honoured
   nvext        (also named kvmesh) backend_instance_id, prefill_worker_id, decode_worker_id,
                dp_rank, prefill_dp_rank, allowed_worker_ids, router_config_override,
                agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
-               and .preferred_taints, session_control.session_id and .action, agent_context,
+               and .preferred_taints, session_control.session_id and .action,
+               router.ttft_target and .itl_target, agent_context,
                request_timestamp_ms, annotations, extra_fields (worker_id, timing, kv_hit,
                token_ids, completion_token_ids), extra_args (if an engine declares it),
                token_data, and ignore_eos, cache_salt and the guided_ fields, which apply only if
@@ -43,8 +44,7 @@ Refused by name unless null
                audio, web_search_options, moderation, prompt_cache_options, max_thinking_tokens,
                prompt_logprobs,
                messages[].refusal, .audio, .function_call, other parts, prompt_embeds,
-               nvext.max_thinking_tokens, .cache_control, .router.ttft_target and .itl_target,
-               .metadata_upload
+               nvext.max_thinking_tokens, .cache_control, .metadata_upload
 
 `null` means absent, as the SDK sends it. Types are strict: true is not 1, and 1.0 is not an
 integer. A worker id may be a number or its decimal digits as text, since many programs round large

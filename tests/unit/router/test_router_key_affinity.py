@@ -165,11 +165,11 @@ def test_a_peer_learns_where_a_key_was_placed() -> None:
     assert place(routers[1], 1) == (placed.worker_id, "kept")
 
 
-def test_messages_carry_the_key() -> None:
+def test_messages_carry_the_key_and_the_targets() -> None:
     made = booking(1, affinity_key=2**64 - 1)
     assert booking_from_proto(booking_to_proto(made), FRONTEND, "booking") == made
     message = booking_to_proto(made)
     message.affinity_key = 0
     assert booking_from_proto(message, FRONTEND, "booking").affinity_key == 0
-    sent = Query("m", 5, affinity_key=2**64 - 1)
+    sent = Query("m", 5, affinity_key=2**64 - 1, ttft_target_ms=250.5, itl_target_ms=20.0)
     assert query_from_proto(dataclass_to_proto(sent, router_pb2.Query())) == sent

@@ -386,6 +386,8 @@ class Query(_message.Message):
     EXCLUSION_REASONS_FIELD_NUMBER: _builtins.int
     IS_BACKGROUND_FIELD_NUMBER: _builtins.int
     AFFINITY_KEY_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name of the client. Never empty."""
     total_tokens: _builtins.int
@@ -423,6 +425,13 @@ class Query(_message.Message):
     """Hash of what names the client's conversation, with its tenant and model. The rank of the key's
     last request is preferred while its load permits it. 0: none.
     """
+    ttft_target_ms: _builtins.float
+    """Milliseconds from the arrival at the frontend within which the first token is to be there. A
+    request whose target cannot be met is refused (TARGET_UNMET); in the queue, the earliest deadline
+    goes first within tenant and level. Absent: no target.
+    """
+    itl_target_ms: _builtins.float
+    """The same for the mean time of a further token. Absent: no target."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt's tokens, instead of prefix_hashes, for simple clients."""
@@ -465,14 +474,25 @@ class Query(_message.Message):
         exclusion_reasons: _abc.Iterable[_builtins.str] | None = ...,
         is_background: _builtins.bool = ...,
         affinity_key: _builtins.int = ...,
+        ttft_target_ms: _builtins.float | None = ...,
+        itl_target_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_itl_target_ms", b"_itl_target_ms", "_ttft_target_ms", b"_ttft_target_ms", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "itl_target_ms", b"itl_target_ms", "routing", b"routing", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "affinity_key", b"affinity_key", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "is_background", b"is_background", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_itl_target_ms", b"_itl_target_ms", "_ttft_target_ms", b"_ttft_target_ms", "affinity_key", b"affinity_key", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "exclusion_reasons", b"exclusion_reasons", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "is_background", b"is_background", "itl_target_ms", b"itl_target_ms", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "ttft_target_ms", b"ttft_target_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
+    _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_target_ms: _TypeAlias = _typing.Literal["ttft_target_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_target_ms: _TypeAlias = _typing.Literal["_ttft_target_ms", b"_ttft_target_ms"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_output_tokens) -> _WhichOneofReturnType__expected_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_target_ms) -> _WhichOneofReturnType__itl_target_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_target_ms) -> _WhichOneofReturnType__ttft_target_ms | None: ...
 
 Global___Query: _TypeAlias = Query  # noqa: Y015
 

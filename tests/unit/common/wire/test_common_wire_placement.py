@@ -54,6 +54,8 @@ FULL_QUERY = Query(
     tenant="t",
     tenant_weight=2.5,
     affinity_key=9,
+    ttft_target_ms=250.5,
+    itl_target_ms=20.0,
 )
 DECISION = Decision(
     Placement(7, 0),
@@ -86,6 +88,8 @@ BYTES = (
             FULL_QUERY,
             exclusion_reasons=(),
             affinity_key=0,
+            ttft_target_ms=None,
+            itl_target_ms=None,
         ),
         "0a016d1081081a8004" + HASHES.hex() + "200128103a3f180720013a016141000000000000f83f48fdff"
         "ffffffffffffff0152050a030102035a110a0178120c0a017911000000000000e03f62050a017310016a017a"

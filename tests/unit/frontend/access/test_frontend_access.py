@@ -32,8 +32,10 @@ FREE = {
     *("ignore_eos", "top_k", "min_p", "repetition_penalty", "cache_salt"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     "guided_whitespace_pattern",
+    # Deadlines order the requests of a tenant only.
+    "router",
     # Refused for every client.
-    *("router", "greed_sampling", "use_raw_prompt", "max_thinking_tokens", "cache_control"),
+    *("greed_sampling", "use_raw_prompt", "max_thinking_tokens", "cache_control"),
     "metadata_upload",
 }
 VALUES = {

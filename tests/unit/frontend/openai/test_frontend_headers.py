@@ -15,6 +15,7 @@ from common.errors import InvalidRequest
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from frontend_svc.errors import HEADER_FIELDS
 from frontend_svc.openai.body.headers import read_headers, with_headers
+from frontend_svc.openai.body.nvext import NvextRouter
 from frontend_svc.openai.body.parsing import parse_completion
 from frontend_svc.openai.body.preprocessing import routing_hints, strict_priority
 from frontend_svc.openai.body.schema import CompletionRequest
@@ -29,6 +30,8 @@ ALL = {
     "x-kvmesh-strict-priority": str(2**32 - 1),
     "x-kvmesh-osl": "6",
     "x-kvmesh-session-id": "alice and bob",
+    "x-kvmesh-ttft-target-ms": "500",
+    "x-kvmesh-itl-target-ms": "20",
 }
 
 
@@ -58,7 +61,10 @@ def test_each_header_reaches_the_router() -> None:
         expected_output_tokens=6,
         session_control=SessionControl("alice and bob"),
     )
-    assert strict_priority(nvext_of(ALL).nvext) == 2**32 - 1
+    nvext = nvext_of(ALL).nvext
+    assert nvext is not None
+    assert nvext.router == NvextRouter(ttft_target=500.0, itl_target=20.0)
+    assert strict_priority(nvext) == 2**32 - 1
 
 
 def test_the_documentation_has_each_header_with_the_field_it_stands_for() -> None:
