@@ -59,7 +59,7 @@ from frontend_svc.metrics.families import BATCH_ENDPOINT, DeploymentState, Reque
 from frontend_svc.models.catalog import NO_WORKER, ModelCatalog
 from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
-from frontend_svc.models.variants import Choice, choose
+from frontend_svc.models.variants import VariantChoice, choose
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
@@ -375,6 +375,6 @@ def _engine_priority(context: HttpRequest, request: PreprocessedRequest) -> int 
     return request.routing.priority if request.routing is not None else None
 
 
-def _reason(choice: Choice) -> str:
+def _reason(choice: VariantChoice) -> str:
     """Returns why a model serves a request to an alias, for metrics."""
     return "fallback" if choice.is_fallback else "weight"

@@ -15,7 +15,7 @@ from frontend_svc.edge.asgi import ClientConnection, Headers, Send
 from frontend_svc.endpoints.header_ids import id_headers
 from frontend_svc.endpoints.route import Route
 from frontend_svc.metrics.families import RequestMeter
-from frontend_svc.models.variants import Choice
+from frontend_svc.models.variants import VariantChoice
 from frontend_svc.openai.body.nvext import NvextRouter
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.placement_request import PlacementRequest
@@ -66,7 +66,7 @@ class Progress:
     omitted_tools: Sequence[str] = ()
     """Types of the tools of the body that are left out of its prompt."""
 
-    choice: Choice | None = None
+    choice: VariantChoice | None = None
     """The model of a request to a configured alias; None: the body names no such alias."""
 
     meter: RequestMeter | None = None

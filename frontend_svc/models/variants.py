@@ -69,7 +69,7 @@ Aliases = Mapping[str, WeightedAlias]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VariantChoice:
     """The model of one request to an alias."""
 
     alias: str
@@ -126,7 +126,7 @@ def _invalid(path: str, text: str) -> InvalidRequest:
 
 def choose(
     name: str, alias: WeightedAlias, key: bytes, is_served: Callable[[str], bool], rng: Random
-) -> Choice:
+) -> VariantChoice:
     """Returns the model of a request.
 
     - key: the sticky key; b"" draws a variant.
@@ -134,9 +134,9 @@ def choose(
     """
     variant = _draw(alias, rng) if not key else _of_key(name, alias, key)
     if is_served(variant):
-        return Choice(name, variant, variant)
+        return VariantChoice(name, variant, variant)
     fallback = next(filter(is_served, alias.fallback), variant)
-    return Choice(name, variant, fallback)
+    return VariantChoice(name, variant, fallback)
 
 
 def _draw(alias: WeightedAlias, rng: Random) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from frontend_svc.models.alias_file import AliasFile
-from frontend_svc.models.variants import Aliases, Choice, choose, parse_aliases
+from frontend_svc.models.variants import Aliases, VariantChoice, choose, parse_aliases
 
 
 def alias(**weights: float) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_an_invalid_file_is_refused_with_line_or_field(
 def test_an_alias_may_have_the_name_of_its_own_model() -> None:
     found = parse(a={"variants": [{"model": "a"}], "fallback": ["b"]})
     chosen = choose("a", found["a"], b"", lambda name: name == "b", Random(0))
-    assert (chosen, chosen.is_fallback) == (Choice("a", "a", "b"), True)
+    assert (chosen, chosen.is_fallback) == (VariantChoice("a", "a", "b"), True)
 
 
 @pytest.mark.parametrize("is_keyed", [True, False])
@@ -104,11 +104,11 @@ def test_only_a_configured_fall_back_replaces_a_variant_without_a_worker() -> No
         return lambda name: name in names
 
     rng = Random(0)
-    assert choose("a", found["a"], b"", serves("d"), rng) == Choice("a", "b", "b")
-    assert choose("c", found["c"], b"", serves("e"), rng) == Choice("c", "b", "e")
+    assert choose("a", found["a"], b"", serves("d"), rng) == VariantChoice("a", "b", "b")
+    assert choose("c", found["c"], b"", serves("e"), rng) == VariantChoice("c", "b", "e")
     assert choose("c", found["c"], b"", serves("d", "e"), rng).model == "d"
-    assert choose("c", found["c"], b"", serves("b", "d"), rng) == Choice("c", "b", "b")
-    assert choose("c", found["c"], b"", serves(), rng) == Choice("c", "b", "b")
+    assert choose("c", found["c"], b"", serves("b", "d"), rng) == VariantChoice("c", "b", "b")
+    assert choose("c", found["c"], b"", serves(), rng) == VariantChoice("c", "b", "b")
 
 
 def test_a_changed_file_is_used_and_an_invalid_one_changes_nothing(tmp_path: Path) -> None:
