@@ -64,6 +64,10 @@ class DesiredAdapter:
     """What stored it. `meshctl up` removes those of its mesh file that the file does not have any
     more."""
 
+    is_removed: bool = False
+    """No longer desired. The document stays, so that a removal differs from a store that lost its
+    documents."""
+
     def __post_init__(self) -> None:
         if len(self.name) > NAME_CHARS_MAX or not _NAME.fullmatch(self.name):
             text = f"{self.name[:40]!r} is no name: at most {NAME_CHARS_MAX} letters, digits, "
@@ -84,7 +88,7 @@ class DesiredAdapter:
     @property
     def key(self) -> str:
         """Its name in the store."""
-        return adapter_key(self.name)
+        return sha256(self.name.encode()).hexdigest()[:32]
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -96,11 +100,6 @@ class DesiredAdapter:
 
 
 _DESIRED: TypeAdapter[DesiredAdapter] = TypeAdapter(DesiredAdapter)
-
-
-def adapter_key(name: str) -> str:
-    """Returns the key of an adapter in the store."""
-    return sha256(name.encode()).hexdigest()[:32]
 
 
 def check_addition(
@@ -180,4 +179,6 @@ def _describe(adapter: DesiredAdapter, workers: Iterable[Instance]) -> dict[str,
             held.append(named)
         if adapter.name in state.failed:
             failed.append({**named, "reason": state.failed[adapter.name]})
-    return {"object": "adapter", **asdict(adapter), "workers": held, "failed": failed}
+    facts = asdict(adapter)
+    del facts["is_removed"]
+    return {"object": "adapter", **facts, "workers": held, "failed": failed}

@@ -51,7 +51,7 @@ import structlog
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.namespace import check_namespace
 from common.registry.adapter_documents import AdapterDocuments
-from common.registry.adapters import ADAPTER_BYTES_MAX, DesiredAdapter, adapter_key
+from common.registry.adapters import ADAPTER_BYTES_MAX, DesiredAdapter
 from common.registry.card import CARD_BYTES_MAX, ModelCard, decode_card, encode_card, model_slug
 from common.registry.file_lock import (
     acquire_lock,
@@ -170,17 +170,7 @@ class FileRegistry:
         document = self._documents.encode(namespace, adapter)
         await asyncio.to_thread(_store_document, path, document)
 
-    async def remove_adapter(self, namespace: str, name: str) -> bool:
-        self._check_open()
-        path = self._adapter_folder(namespace) / f"{adapter_key(name)}.json"
-        with _map_os_errors(path):
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                return False
-        return True
-
-    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+    async def stored_adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
         self._check_open()
         documents = await asyncio.to_thread(_load_documents, self._adapter_folder(namespace))
         return self._documents.decode(namespace, documents)

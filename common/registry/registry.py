@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NoReturn, Protocol
 
@@ -21,7 +21,7 @@ import structlog
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.namespace import check_namespace
 from common.registry.adapter_documents import AdapterDocuments
-from common.registry.adapters import DesiredAdapter, adapter_key
+from common.registry.adapters import DesiredAdapter
 from common.registry.card import ModelCard, decode_card, encode_card
 from common.registry.instances import (
     Instance,
@@ -129,12 +129,9 @@ class Registry(Protocol):
     async def put_adapter(self, namespace: str, adapter: DesiredAdapter) -> None:
         """Stores a desired adapter, in place of one of the same name, without expiry."""
 
-    async def remove_adapter(self, namespace: str, name: str) -> bool:
-        """Removes a desired adapter; returns whether there was one."""
-
-    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
-        """Returns the desired adapters now, by name. What cannot be read is logged and left out.
-        Raises Unavailable."""
+    async def stored_adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+        """Returns the desired adapters now, by name, and those that were removed. What cannot be
+        read is logged and left out. Raises Unavailable."""
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
         """Removes the instance of a dead owner without waiting for its lease. Idempotent.
@@ -180,6 +177,21 @@ async def follow(
         LOG.warning("registry_watch_failed", error=repr(error), pause_s=round(pause_s, 3))
 
     await keep_connected(watch_until_error, backoff, log_failure)
+
+
+async def desired_adapters(registry: Registry, namespace: str) -> tuple[DesiredAdapter, ...]:
+    """Returns the adapters that workers shall hold, by name. Raises Unavailable."""
+    stored = await registry.stored_adapters(namespace)
+    return tuple(adapter for adapter in stored if not adapter.is_removed)
+
+
+async def remove_adapter(registry: Registry, namespace: str, name: str) -> bool:
+    """Removes a desired adapter; returns whether there was one. Raises Unavailable."""
+    for adapter in await desired_adapters(registry, namespace):
+        if adapter.name == name:
+            await registry.put_adapter(namespace, replace(adapter, is_removed=True))
+            return True
+    return False
 
 
 def raise_if_card_conflicts(conflicting: Instance | None, candidate: Instance) -> None:
@@ -298,11 +310,7 @@ class MemoryRegistry:
         stored = self._store.adapters.setdefault(namespace, {})
         stored[adapter.key] = self._documents.encode(namespace, adapter)
 
-    async def remove_adapter(self, namespace: str, name: str) -> bool:
-        self._check_open()
-        return self._store.adapters.get(namespace, {}).pop(adapter_key(name), None) is not None
-
-    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+    async def stored_adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
         self._check_open()
         return self._documents.decode(namespace, self._store.adapters.get(namespace, {}).items())
 

@@ -21,7 +21,7 @@ from common.registry.adapters import (
     describe_adapters,
 )
 from common.registry.instances import Instance
-from common.registry.registry import Registry
+from common.registry.registry import Registry, desired_adapters, remove_adapter
 from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
 from frontend_svc.endpoints.request_context import HttpRequest
@@ -75,18 +75,18 @@ class AdapterDirectory:
             text = f"the workers of {adapter.model!r} load no adapters"
             raise InvalidRequest(text, "model")
         models = {worker.model for worker in self._workers}
-        check_addition(adapter, await self._registry.adapters(self._namespace), models)
+        check_addition(adapter, await desired_adapters(self._registry, self._namespace), models)
         await self._registry.put_adapter(self._namespace, adapter)
 
     async def list(self, _: PlainRequest) -> PlainResponse:
-        found = await self._registry.adapters(self._namespace)
+        found = await desired_adapters(self._registry, self._namespace)
         data = describe_adapters(found, self._workers)
         return PlainResponse(orjson.dumps({"object": "list", "data": data}))
 
     async def delete(self, request: PlainRequest) -> PlainResponse:
         """Workers withdraw it, then unload it; requests that run go on to their end."""
         name = request.parameters["name"]
-        if not await self._registry.remove_adapter(self._namespace, name):
+        if not await remove_adapter(self._registry, self._namespace, name):
             raise NotFound(f"{name!r} is no desired adapter", field="name")
         return PlainResponse(orjson.dumps({"id": name, "object": "adapter", "deleted": True}))
 

@@ -16,7 +16,7 @@ import click
 from common.errors import NotFound, UnknownModel
 from common.registry.adapters import DesiredAdapter, check_addition, describe_adapters
 from common.registry.open import open_registry
-from common.registry.registry import Registry
+from common.registry.registry import Registry, desired_adapters, remove_adapter
 from meshctl.commands.mesh_options import report_problems
 from meshctl.mesh_file.document import MeshFileError
 from meshctl.mesh_file.load import read_mesh_file
@@ -66,7 +66,7 @@ def add(config: MeshConfig, name: str, model: str, **values: Any) -> int:
         models = {worker.model for worker in snapshot.of("worker")}
         if model not in models:
             raise UnknownModel(model)
-        check_addition(adapter, await registry.adapters(config.namespace), models)
+        check_addition(adapter, await desired_adapters(registry, config.namespace), models)
         await registry.put_adapter(config.namespace, adapter)
 
     _with_registry(config, store)
@@ -79,7 +79,7 @@ def remove(config: MeshConfig, name: str) -> int:
     """Has workers unload an adapter that was added; running requests go on to their end."""
 
     async def delete(registry: Registry) -> bool:
-        return await registry.remove_adapter(config.namespace, name)
+        return await remove_adapter(registry, config.namespace, name)
 
     if not _with_registry(config, delete):
         raise NotFound(f"{name!r} is no desired adapter of namespace {config.namespace!r}")
@@ -96,7 +96,7 @@ def list_(config: MeshConfig, as_json: bool) -> int:
 
     async def read(registry: Registry) -> list[dict[str, Any]]:
         snapshot = await members(registry, config)
-        found = await registry.adapters(config.namespace)
+        found = await desired_adapters(registry, config.namespace)
         return describe_adapters(found, snapshot.of("worker"))
 
     found = _with_registry(config, read)

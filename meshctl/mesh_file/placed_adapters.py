@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from common.errors import InvalidRequest
 from common.registry.adapters import DesiredAdapter, check_addition
-from common.registry.registry import Registry
+from common.registry.registry import Registry, desired_adapters, remove_adapter
 from meshctl.mesh_file.document import KeyPath
 from meshctl.mesh_file.schema import Adapter
 
@@ -51,7 +51,7 @@ async def apply_adapters(
     """Makes those of the registry with this origin the ones of a mesh file. Raises Conflict and
     Unavailable; then some may be changed."""
     wanted = {one.name: desired(one, origin) for one in adapters if one.copies is not None}
-    present = {one.name: one for one in await registry.adapters(namespace)}
+    present = {one.name: one for one in await desired_adapters(registry, namespace)}
     stored = []
     for name, adapter in wanted.items():
         before = present.get(name)
@@ -63,5 +63,5 @@ async def apply_adapters(
         stored.append(name)
     gone = [one.name for one in present.values() if one.origin == origin and one.name not in wanted]
     for name in gone:
-        await registry.remove_adapter(namespace, name)
+        await remove_adapter(registry, namespace, name)
     return AdapterChanges(tuple(stored), tuple(gone))

@@ -32,7 +32,14 @@ from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import POLL_INTERVAL_S, FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
-from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
+from common.registry.registry import (
+    MemoryRegistry,
+    MemoryStore,
+    Registry,
+    Watch,
+    desired_adapters,
+    remove_adapter,
+)
 from common.registry.signature import EntrySigner
 from tests.contract.consul_agent import ConsulAgent, running_agent
 from tests.kit.waiting import WAIT_S, until
@@ -600,16 +607,16 @@ async def test_a_missing_card_is_an_error_that_names_the_key(mesh: Mesh) -> None
 
 async def test_desired_adapters_are_read_by_all_clients_until_they_are_removed(mesh: Mesh) -> None:
     writer, reader = mesh.connect(), mesh.connect()
-    assert await reader.adapters(NS) == ()
+    assert await desired_adapters(reader, NS) == ()
     french = DesiredAdapter("french", "m", "file:///french", copies=2, copies_max=4)
     for adapter in (french, DesiredAdapter("basque", "m")):
         await writer.put_adapter(NS, adapter)
-    assert await reader.adapters(NS) == (DesiredAdapter("basque", "m"), french)
-    assert await reader.adapters("other") == ()
+    assert await desired_adapters(reader, NS) == (DesiredAdapter("basque", "m"), french)
+    assert await desired_adapters(reader, "other") == ()
     await reader.put_adapter(NS, replace(french, copies=3))
-    assert await writer.remove_adapter(NS, "basque")
-    assert not await writer.remove_adapter(NS, "basque")
-    assert await reader.adapters(NS) == (replace(french, copies=3),)
+    assert await remove_adapter(writer, NS, "basque")
+    assert not await remove_adapter(writer, NS, "basque")
+    assert await desired_adapters(reader, NS) == (replace(french, copies=3),)
     assert (await reader.snapshot(NS)).instances == {}
 
 
@@ -623,11 +630,11 @@ async def test_a_desired_adapter_without_the_signature_of_the_mesh_is_left_out(
     (files.path / NS / "adapters" / "ignored.txt").write_text("{}")
     with capture_logs() as logs:
         for _ in range(2):
-            assert await registry.adapters(NS) == (DesiredAdapter("signed", "m"),)
+            assert await desired_adapters(registry, NS) == (DesiredAdapter("signed", "m"),)
     assert [one["event"] for one in logs] == ["adapter_document_refused"]
     source = files.path / NS / "adapters"
     shutil.copytree(source, files.path / "other" / "adapters")
-    assert await registry.adapters("other") == (), "a document is of one namespace"
+    assert await desired_adapters(registry, "other") == (), "a document is of one namespace"
     await registry.close()
 
 

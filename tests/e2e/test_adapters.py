@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -24,6 +25,11 @@ mesh = mesh_fixture(
 def add(mesh: Mesh, name: str, **values: Any) -> httpx.Response:
     body = {"name": name, "model": MODEL, **values}
     return mesh.http.post(f"{mesh.url}/v1/adapters", json=body)
+
+
+def names(mesh: Mesh) -> list[str]:
+    """Returns the desired adapters."""
+    return [one["name"] for one in mesh.http.get(f"{mesh.url}/v1/adapters").json()["data"]]
 
 
 def adapter(mesh: Mesh, name: str) -> dict[str, Any]:
@@ -99,6 +105,12 @@ def test_an_adapter_serves_from_its_addition_to_its_removal_over_losses_of_worke
         leaving.wait()
         count = len(statuses)
         wait_for(lambda: len(statuses) > count + 3, "requests go on")
+
+        (folder,) = (mesh.folder / "registry").glob("*/adapters")
+        shutil.rmtree(folder)
+        wait_for(lambda: "basque" in names(mesh), "the worker stores it again")
+        count = len(statuses)
+        wait_for(lambda: len(statuses) > count + 3, "requests go on without a registry")
     assert set(statuses) == {200}
     assert not named(mesh, other).events("adapters_not_taken_over")
 

@@ -152,15 +152,22 @@ class AdapterPlacer:
         self._changed.clear()
 
     async def _read(self) -> None:
-        """Reads the desired adapters; those of the last read stay if that fails."""
+        """Reads the desired adapters; those of the last read stay if that fails. A store that has
+        lost some of them, which differs from a removal, gets them again."""
         try:
-            found = await self._registry.adapters(self._namespace)
+            stored = await self._registry.stored_adapters(self._namespace)
+            names = {adapter.name for adapter in stored}
+            lost = [adapter for adapter in self._desired if adapter.name not in names]
+            for adapter in lost:
+                await self._registry.put_adapter(self._namespace, adapter)
+                log.warning("desired_adapter_restored", adapter=adapter.name)
         except MeshError as error:
             if not self._is_unreadable:
                 log.warning("desired_adapters_unknown", error=error.message)
             self._is_unreadable = True
             return
         self._is_unreadable = False
+        found = (adapter for adapter in (*stored, *lost) if not adapter.is_removed)
         self._desired = tuple(adapter for adapter in found if adapter.model == self._model)
         names = {adapter.name for adapter in self._desired} | self.placed.keys()
         self._failures = {name: one for name, one in self._failures.items() if name in names}

@@ -16,7 +16,7 @@ import structlog
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.namespace import check_namespace
 from common.registry.adapter_documents import AdapterDocuments
-from common.registry.adapters import DesiredAdapter, adapter_key
+from common.registry.adapters import DesiredAdapter
 from common.registry.card import ModelCard
 from common.registry.consul.client import ConsulClient
 from common.registry.consul.entries import (
@@ -183,15 +183,7 @@ class ConsulRegistry:
         document = self._documents.encode(namespace, adapter)
         await self._client.put(adapters_key(namespace, adapter.key), document)
 
-    async def remove_adapter(self, namespace: str, name: str) -> bool:
-        self._check_open()
-        key = adapters_key(namespace, adapter_key(name))
-        if await self._client.get(key) is None:
-            return False
-        await self._client.delete(key)
-        return True
-
-    async def adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
+    async def stored_adapters(self, namespace: str) -> tuple[DesiredAdapter, ...]:
         self._check_open()
         documents = await self._client.get_all(adapters_key(namespace))
         return self._documents.decode(namespace, documents.items())

@@ -10,9 +10,18 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from structlog.testing import capture_logs
+
 from common.errors import InvalidRequest
 from common.registry.adapters import ADAPTERS_META_KEY, AdapterState, DesiredAdapter
-from common.registry.registry import Lease, MemoryRegistry, MemoryStore, follow
+from common.registry.registry import (
+    Lease,
+    MemoryRegistry,
+    MemoryStore,
+    desired_adapters,
+    follow,
+    remove_adapter,
+)
 from tests.kit.instances import worker
 from tests.sim.loop import run_virtually
 from worker_svc.adapters.loaded import LoadedAdapters
@@ -45,6 +54,7 @@ class Member:
     """A worker of the model `m` with an engine of adapters."""
 
     def __init__(self, store: MemoryStore, worker_id: int) -> None:
+        self.store = store
         self.registry = MemoryRegistry(store)
         self.engine = FakeEngine()
         self.requests: Counter[str] = Counter()
@@ -168,13 +178,28 @@ def test_the_last_workers_leave_at_once() -> None:
 
 def test_a_removed_adapter_is_unloaded_after_the_notice() -> None:
     async def scenario(registry: MemoryRegistry, members: dict[int, Member]) -> None:
-        assert await registry.remove_adapter(NAMESPACE, "a")
-        assert not await registry.remove_adapter(NAMESPACE, "a")
+        assert await remove_adapter(registry, NAMESPACE, "a")
+        assert not await remove_adapter(registry, NAMESPACE, "a")
         await asyncio.sleep(2.0 + NOTICE_S)
         assert await advertising(registry, "a") == set()
         assert not any(one.engine.loras for one in members.values())
 
     run(scenario, DesiredAdapter("a", "m"))
+
+
+def test_a_store_that_lost_its_contents_gets_the_desired_adapters_back() -> None:
+    async def scenario(registry: MemoryRegistry, members: dict[int, Member]) -> None:
+        held = await advertising(registry, "a")
+        assert await remove_adapter(registry, NAMESPACE, "b")
+        await asyncio.sleep(2.0 + NOTICE_S)
+        members[1].store.adapters.clear()
+        with capture_logs() as logs:
+            await asyncio.sleep(5.0)
+        assert await desired_adapters(registry, NAMESPACE) == (DesiredAdapter("a", "m", copies=2),)
+        assert await advertising(registry, "a") == held
+        assert not [one for one in logs if one["event"] == "adapter_withdrawn"]
+
+    run(scenario, DesiredAdapter("a", "m", copies=2), DesiredAdapter("b", "m"))
 
 
 def test_another_worker_loads_what_one_cannot_and_hands_it_back_when_it_can() -> None:
