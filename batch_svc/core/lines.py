@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ class Line:
     """The body of the request, as JSON."""
 
     prefix: bytes
-    """Equal up to a length for prompts that begin alike."""
+    """Equal up to a length for prompts that begin alike: sorted by it, they are neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +54,63 @@ class _Invalid(Exception):
         self.code, self.param = code, param
 
 
-def read_lines(
-    parts: Iterable[bytes], endpoint: str, lines_max: int
-) -> tuple[list[Line], list[LineError]]:
-    """Returns the lines of a file in the order of the file, or at most ERRORS_MAX errors.
+class LineReader:
+    """Reads the lines of a file part by part, in the order of the file.
 
-    - parts: of the content, in order.
-    - endpoint: of the batch, which each line must name.
+    endpoint: of the batch, which each line must name.
     """
-    lines: list[Line] = []
-    errors: list[LineError] = []
-    custom_ids: set[str] = set()
-    for number, raw in enumerate(_split(parts), 1):
-        if not raw.strip():
-            continue
-        if len(lines) >= lines_max:
-            text = f"the file has more than {lines_max} lines; split it into several batches"
-            return [], [LineError("too_many_lines", text, line=number)]
-        try:
-            line = _read(raw, number, endpoint, custom_ids)
-        except _Invalid as error:
-            errors.append(LineError(error.code, str(error), error.param, number))
-            if len(errors) >= ERRORS_MAX:
-                break
-            continue
-        custom_ids.add(line.custom_id)
-        lines.append(line)
-    if not lines and not errors:
-        errors.append(LineError("empty_file", "the file has no lines"))
-    return ([], errors) if errors else (lines, [])
 
+    def __init__(self, endpoint: str, lines_max: int) -> None:
+        self._endpoint = endpoint
+        self._lines_max = lines_max
+        self._number = 0
+        self._custom_ids: set[str] = set()
+        # Of a line that has not ended; joined once.
+        self._rest: list[bytes] = []
+        self.errors: list[LineError] = []
+        """At most ERRORS_MAX."""
 
-def prefix_order(lines: Iterable[Line]) -> list[int]:
-    """Returns the numbers of the lines in an order in which common prefixes are neighbours."""
-    return [line.number for line in sorted(lines, key=lambda line: (line.prefix, line.number))]
+        self.is_done = False
+        """What follows in the file makes no difference."""
+
+    def feed(self, part: bytes) -> list[Line]:
+        """Returns the valid lines that end in the next part of the file."""
+        end, *others = part.split(b"\n")
+        self._rest.append(end)
+        if not others:
+            return []
+        ended = [b"".join(self._rest), *others[:-1]]
+        self._rest = others[-1:]
+        return self._read_all(ended)
+
+    def end(self) -> list[Line]:
+        """Returns the last line of the file, if it is valid and not empty."""
+        lines = self._read_all([b"".join(self._rest)])
+        if not self._custom_ids and not self.errors:
+            self.errors.append(LineError("empty_file", "the file has no lines"))
+        return lines
+
+    def _read_all(self, ended: Iterable[bytes]) -> list[Line]:
+        lines: list[Line] = []
+        for raw in ended:
+            self._number += 1
+            if self.is_done or not raw.strip():
+                continue
+            if len(self._custom_ids) >= self._lines_max:
+                text = f"the file has more than {self._lines_max} lines"
+                text += "; split it into several batches"
+                self.errors = [LineError("too_many_lines", text, line=self._number)]
+                self.is_done = True
+                continue
+            try:
+                line = _read(raw, self._number, self._endpoint, self._custom_ids)
+            except _Invalid as error:
+                self.errors.append(LineError(error.code, str(error), error.param, self._number))
+                self.is_done = len(self.errors) >= ERRORS_MAX
+                continue
+            self._custom_ids.add(line.custom_id)
+            lines.append(line)
+        return lines
 
 
 def prefix_of(body: dict[str, Any]) -> bytes:
@@ -99,20 +122,6 @@ def prefix_of(body: dict[str, Any]) -> bytes:
         for start in range(0, min(len(text), _UNIT_CHARS * _UNITS_MAX), _UNIT_CHARS)
     ]
     return b"".join(xxhash.xxh3_64_digest(unit) for unit in units)
-
-
-def _split(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a content without their ends. A line of many parts is joined once."""
-    rest: list[bytes] = []
-    for part in parts:
-        end, *lines = part.split(b"\n")
-        rest.append(end)
-        if lines:
-            yield b"".join(rest)
-            yield from lines[:-1]
-            rest = lines[-1:]
-    if last := b"".join(rest):
-        yield last
 
 
 def _read(raw: bytes, number: int, endpoint: str, custom_ids: set[str]) -> Line:

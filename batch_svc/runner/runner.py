@@ -136,7 +136,12 @@ class Runner:
             self._work.clear()
             try:
                 for batch, has_expired in await self._batches.open_batches():
-                    await self._advance(batch, has_expired=has_expired)
+                    try:
+                        await self._advance(batch, has_expired=has_expired)
+                    except MeshError:
+                        raise
+                    except Exception:  # A defect with one batch stops no other.
+                        LOG.exception("batch_stage_failed", batch=batch.id, status=batch.status)
             except Unavailable as error:
                 LOG.warning("batch_database_lost", error=error.message)
                 await asyncio.sleep(RETRY_S)

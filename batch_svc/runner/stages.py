@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Final
 
 import structlog
 
 from batch_svc.core.batch import BatchRow, Status, StoredFile
 from batch_svc.core.limits import OUTPUT_PURPOSE, BatchLimits
-from batch_svc.core.lines import LineError, prefix_order, read_lines
+from batch_svc.core.lines import Line, LineError, LineReader
 from batch_svc.core.results import Result, error_row
 from batch_svc.store.batches import BatchStore
-from batch_svc.store.database import Database
+from batch_svc.store.database import Database, Transaction
 from batch_svc.store.files import CHUNK_BYTES, FileStore, insert_output
 from batch_svc.store.lease import RunnerLease
+from common.errors import MeshError
 
 LOG = structlog.get_logger(__name__)
 
@@ -52,25 +54,62 @@ class Stages:
         self._in_prefix_order = in_prefix_order
 
     async def validate(self, batch: BatchRow) -> None:
-        """Reads the input file: the batch is in progress or failed then."""
-        parts = [part async for part in self._files.read(batch.input_file_id)]
-        if parts:
-            lines, errors = await asyncio.to_thread(
-                read_lines, parts, batch.endpoint, self._limits.lines
-            )
-        else:
-            lines, errors = [], [LineError("file_not_found", "the input file was removed")]
-        order = [line.number for line in lines]
+        """Reads the input file: the batch is in progress or failed then.
+
+        The file is read twice, first to check it and to sort its lines, then to store them: a part
+        of it is in memory at a time, and a transaction is as long as one part.
+        """
+        try:
+            positions, errors = await self._check(batch)
+            if not errors:
+                await self._store(batch, positions)
+        except MeshError:
+            raise
+        except Exception:
+            LOG.exception("batch_not_validated", batch=batch.id)
+            positions, errors = {}, [LineError("internal_error", "the file could not be read")]
+        async with self._renewing() as transaction:
+            errors = errors or await self._batches.begin(transaction, batch, len(positions))
+            if errors:
+                await self._batches.fail(transaction, batch, errors)
+        LOG.info("batch_validated", batch=batch.id, lines=len(positions), errors=len(errors))
+
+    async def _check(self, batch: BatchRow) -> tuple[dict[int, int], list[LineError]]:
+        """Returns the positions of the lines by number, in the order of sending, and errors."""
+        reader = LineReader(batch.endpoint, self._limits.lines)
+        order: list[tuple[bytes, int]] = []
+        async for lines in self._read(batch, reader):
+            order += [(line.prefix, line.number) for line in lines]
         if self._in_prefix_order:
-            order = await asyncio.to_thread(prefix_order, lines)
+            order.sort()
+        return {number: i for i, (_, number) in enumerate(order)}, reader.errors
+
+    async def _store(self, batch: BatchRow, positions: Mapping[int, int]) -> None:
+        async for lines in self._read(batch, LineReader(batch.endpoint, self._limits.lines)):
+            async with self._renewing() as transaction:
+                await self._batches.put_lines(transaction, batch.id, lines, positions)
+
+    async def _read(self, batch: BatchRow, reader: LineReader) -> AsyncIterator[list[Line]]:
+        """Yields the lines of the input file by parts."""
+        is_there = False
+        async for part in self._files.read(batch.input_file_id):
+            is_there = True
+            yield await asyncio.to_thread(reader.feed, part)
+            if reader.is_done:
+                return
+        if is_there:
+            yield await asyncio.to_thread(reader.end)
+        else:
+            reader.errors.append(LineError("file_not_found", "the input file was removed"))
+
+    @asynccontextmanager
+    async def _renewing(self) -> AsyncIterator[Transaction]:
+        """A transaction under the lease, which it renews. Raises LeaseLost and Unavailable."""
         started_at = time.monotonic()
         async with self._database.transaction() as transaction:
             await self._lease.check(transaction)
-            errors = errors or await self._batches.begin(transaction, batch, lines, order)
-            if errors:
-                await self._batches.fail(transaction, batch, errors)
+            yield transaction
         self._lease.renewed(started_at)
-        LOG.info("batch_validated", batch=batch.id, lines=len(lines), errors=len(errors))
 
     async def finish(self, batch: BatchRow, ends_as: Status) -> None:
         """Writes the files of a batch whose lines do not run any more, and ends it."""

@@ -144,43 +144,50 @@ class BatchStore:
         )
         return [(_batch(row), bool(row[len(_COLUMNS)])) for row in rows]
 
-    async def begin(
-        self, transaction: Transaction, batch: BatchRow, lines: Sequence[Line], order: Sequence[int]
-    ) -> list[LineError]:
-        """Stores the lines of a validated batch, which is then in progress. Returns the error if
-        its tenant has too many lines. order: the numbers of the lines in the order of sending."""
+    async def put_lines(
+        self,
+        transaction: Transaction,
+        batch_id: str,
+        lines: Iterable[Line],
+        positions: Mapping[int, int],
+    ) -> None:
+        """Stores lines of a batch that has not begun, in place of those of a try before.
+        positions: in the order of sending, by number."""
+        await transaction.execute_many(
+            "INSERT INTO lines (batch_id, number, position, custom_id, body)"
+            " VALUES ($1, $2, $3, $4, $5) ON CONFLICT (batch_id, number) DO UPDATE SET"
+            " position = excluded.position, custom_id = excluded.custom_id, body = excluded.body",
+            (
+                (batch_id, line.number, positions[line.number], line.custom_id, line.body)
+                for line in lines
+            ),
+        )
+
+    async def begin(self, transaction: Transaction, batch: BatchRow, total: int) -> list[LineError]:
+        """Puts a batch in progress whose lines are stored. Returns the error if its tenant has too
+        many lines."""
         rows = await transaction.fetch(
             f"SELECT COALESCE(SUM(total), 0) FROM batches WHERE tenant = $1 AND {_NOT_ENDED}",
             batch.owner.tenant,
         )
         queued, most = int(rows[0][0]), self._limits.tenant_lines
-        if queued + len(lines) > most:
-            text = f"the batches of this tenant would have {queued + len(lines)} lines that have"
+        if queued + total > most:
+            text = f"the batches of this tenant would have {queued + total} lines that have"
             return [LineError("token_limit_exceeded", f"{text} not ended, the limit is {most}")]
         changed = await self._set_status(
             transaction, batch.id, Status.IN_PROGRESS, (Status.VALIDATING,)
         )
-        if not changed:
-            return []  # It was cancelled.
-        await transaction.execute("DELETE FROM lines WHERE batch_id = $1", batch.id)
-        positions = {number: position for position, number in enumerate(order)}
-        await transaction.execute_many(
-            "INSERT INTO lines (batch_id, number, position, custom_id, body)"
-            " VALUES ($1, $2, $3, $4, $5)",
-            (
-                (batch.id, line.number, positions[line.number], line.custom_id, line.body)
-                for line in lines
-            ),
-        )
-        await transaction.execute(
-            "UPDATE batches SET total = $1 WHERE id = $2", len(lines), batch.id
-        )
+        if changed:  # Else it was cancelled.
+            await transaction.execute(
+                "UPDATE batches SET total = $1 WHERE id = $2", total, batch.id
+            )
         return []
 
     async def fail(
         self, transaction: Transaction, batch: BatchRow, errors: Iterable[LineError]
     ) -> None:
         """Ends a batch that is not valid."""
+        await transaction.execute("DELETE FROM lines WHERE batch_id = $1", batch.id)
         found = [
             {"code": e.code, "message": e.message, "param": e.param or None, "line": e.line or None}
             for e in errors

@@ -77,7 +77,9 @@ async def begin(database: SqliteDatabase, batches: BatchStore, lines: int) -> Ba
     batch = await new_batch(batches)
     numbered = [Line(n, f"c{n}", b"{}", b"") for n in range(1, lines + 1)]
     async with database.transaction() as transaction:
-        assert not await batches.begin(transaction, batch, numbered, [*range(lines, 0, -1)])
+        positions = {n: lines - n for n in range(1, lines + 1)}
+        await batches.put_lines(transaction, batch.id, numbered, positions)
+        assert not await batches.begin(transaction, batch, lines)
     return await batches.get("acme", batch.id)
 
 
@@ -226,8 +228,7 @@ async def test_a_tenant_has_so_many_batches_and_lines(
     await begin(database, batches, 3)
     batch = await new_batch(batches)
     async with database.transaction() as transaction:
-        lines = [Line(n, f"c{n}", b"{}", b"") for n in range(1, 4)]
-        (error,) = await batches.begin(transaction, batch, lines, [1, 2, 3])
+        (error,) = await batches.begin(transaction, batch, 3)
     assert error.code == "token_limit_exceeded"
     with pytest.raises(Overloaded, match="the limit is 2"):
         await new_batch(batches)
