@@ -54,7 +54,7 @@ FRONTEND_URL, SECOND_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 MESH = ("frontend", "router", "indexer", "prefill", "decode", "decode-2")
 SECOND = ("frontend-2", "router-2", "indexer-2", "prefill-2")
 STAND_INS = ("collector", "prometheus")
-BUILT = ("frontend", "router", "indexer", "worker", "console", "mesh")
+BUILT = ("frontend", "router", "indexer", "worker", "console", "batch", "mesh")
 SGLANG = ("frontend", "router", "indexer", "sglang-prefill", "sglang-decode")
 # One of each image, in which the CPU time of the health check is measured.
 MEASURED = ("frontend", "router", "indexer", "decode")
@@ -167,6 +167,19 @@ def run_console(engine: Engine) -> Report:
     return report
 
 
+def run_batch(engine: Engine) -> Report:
+    """The services of the default profile with a batch service."""
+    report = Report("batch")
+    engine.env.pop("KVMESH_OTLP_ENDPOINT", None)
+    services = (*MESH, "consul", "batch")
+    with started(engine, report, "--profile", "batch", services=services) as is_up:
+        if is_up:
+            report.count(report.check("lines", lambda: checks.check_batch(FRONTEND_URL, 32)))
+            report.check("hardening", lambda: checks.check_hardening(engine, ("batch",)))
+            _measure_health(engine, report, ("batch",))
+    return report
+
+
 def run_ha(engine: Engine) -> Report:
     """Two of each service and three Consul servers; each container is replaced under load."""
     report = Report("ha")
@@ -250,10 +263,11 @@ CASES: dict[str, Callable[[Engine], Report]] = {
     "default": run_default,
     "minimal": run_minimal,
     "console": run_console,
+    "batch": run_batch,
     "ha": run_ha,
     "sglang": run_sglang,
 }
-RUN_BY_DEFAULT = ("default", "minimal", "console", "ha")
+RUN_BY_DEFAULT = ("default", "minimal", "console", "batch", "ha")
 
 
 def run_cases(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
@@ -285,7 +299,9 @@ def prepare(engine: Engine, names: Sequence[str], *, is_compiled: bool) -> dict[
     base = engine.base_image()
     times = {"base": round(time.monotonic() - begun, 1)}
     extra = tuple(name for name in names if name == "sglang")
-    times |= engine.build(base, ("ha", "minimal", "console", *extra), is_compiled=is_compiled)
+    times |= engine.build(
+        base, ("ha", "minimal", "console", "batch", *extra), is_compiled=is_compiled
+    )
     print(json.dumps({"case": "build", "times_s": times}), flush=True)
     images = (*BUILT, *(f"worker-{name}" for name in extra))
     sizes = {name: engine.image_mb(f"kvmesh/{name}") for name in images}

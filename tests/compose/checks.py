@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterable
@@ -118,6 +119,52 @@ def check_chats(url: str, count: int) -> dict[str, Any]:
         else:
             inexact += text != oracle.chat(content, 16).text
     return {"requests": count, "errors": errors, "inexact": inexact}
+
+
+def check_batch(url: str, count: int) -> dict[str, Any]:
+    """Returns the figures of a batch of chats, whose results are those of the sim."""
+    contents = {f"line-{n}": f"line {n} of a batch" for n in range(count)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "sim",
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 16,
+            },
+        }
+        for name, content in contents.items()
+    ]
+    raw = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+    with httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as http:
+        uploaded = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", raw)})
+        assert uploaded.status_code == 200, uploaded.text
+        body = {
+            "input_file_id": uploaded.json()["id"],
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        }
+        created = http.post("/v1/batches", json=body)
+        assert created.status_code == 200, created.text
+
+        def ended() -> Any:
+            batch = http.get(f"/v1/batches/{created.json()['id']}").json()
+            return batch if batch["status"] in ("completed", "failed", "expired") else None
+
+        batch = wait_for(ended, "the batch has ended", WAIT_S)
+        assert batch["status"] == "completed", batch
+        rows = http.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
+    oracle, results = Oracle(), [json.loads(row) for row in rows]
+    texts = {
+        row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"]
+        for row in results
+    }
+    inexact = sum(
+        texts.get(name) != oracle.chat(content, 16).text for name, content in contents.items()
+    )
+    return {"requests": count, "errors": count - len(results), "inexact": inexact}
 
 
 def check_linked_trace(url: str, model: str = "sim") -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from batch_svc.config import BatchConfig
 from common.runtime.config import ServiceConfig, read_config
 from console_svc.config import ConsoleConfig
 from frontend_svc.config import FrontendConfig
@@ -22,6 +23,7 @@ CONFIGS: dict[str, tuple[type[ServiceConfig], str]] = {
     "worker": (WorkerConfig, "WORKER"),
     "worker-sglang": (WorkerConfig, "WORKER"),
     "console": (ConsoleConfig, "CONSOLE"),
+    "batch": (BatchConfig, "BATCH"),
 }
 
 
