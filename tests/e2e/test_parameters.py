@@ -299,7 +299,6 @@ def test_fields_without_effect_do_not_change_the_response(mesh: Mesh) -> None:
     [
         ("max_thinking_tokens", 5),
         ("service_tier", "flex"),
-        ("prompt_cache_retention", "24h"),
         ("store", True),
         ("nvext.max_thinking_tokens", 5),
     ],
@@ -311,6 +310,13 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     fields = {parent: {name: value}} if parent else {name: value}
     error = refusal(mesh, **fields)
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+def test_a_time_for_which_caches_are_kept_is_refused_in_chats(mesh: Mesh) -> None:
+    response = chat(mesh, MODEL, prompt_cache_retention="24h")
+    error = response.json()["error"]
+    refused = (response.status_code, error["param"], error["code"])
+    assert refused == (400, "prompt_cache_retention", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
