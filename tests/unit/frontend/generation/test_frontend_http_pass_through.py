@@ -211,7 +211,7 @@ async def served(
         server, listener = HttpServer(public, lambda: False, 1, 100), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=WAIT_S) as http:
             mesh = Mesh(http, router, runner, usage)
             mesh.ended = ended
             yield mesh
