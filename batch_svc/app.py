@@ -58,7 +58,6 @@ class BatchApp(ServiceApp[BatchConfig]):
         lease = RunnerLease(self._database, str(self.instance_id), config.lease_s, time.monotonic)
         self._frontends = Frontends(self._security, config.line_timeout_s)
         stages = Stages(
-            self._database,
             self._files,
             batches,
             lease,
@@ -67,7 +66,6 @@ class BatchApp(ServiceApp[BatchConfig]):
             in_prefix_order=config.in_prefix_order,
         )
         self._runner = Runner(
-            self._database,
             batches,
             stages,
             lease,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Final, NoReturn
 
@@ -11,7 +10,6 @@ import structlog
 
 from batch_svc.core.results import Result
 from batch_svc.store.batches import BatchStore
-from batch_svc.store.database import Database
 from batch_svc.store.lease import RunnerLease
 from common.errors import Unavailable
 
@@ -29,12 +27,10 @@ class ResultWriter:
 
     def __init__(
         self,
-        database: Database,
         batches: BatchStore,
         lease: RunnerLease,
         on_written: Callable[[str, int], None],
     ) -> None:
-        self._database = database
         self._batches = batches
         self._lease = lease
         self._on_written = on_written
@@ -67,15 +63,12 @@ class ResultWriter:
             await asyncio.sleep(PAUSE_S)
 
     async def _write(self, part: list[tuple[str, int, Result]]) -> None:
-        started_at = time.monotonic()
         by_batch: dict[str, list[tuple[int, Result]]] = {}
         for batch_id, number, result in part:
             by_batch.setdefault(batch_id, []).append((number, result))
-        async with self._database.transaction() as transaction:
-            await self._lease.check(transaction)
+        async with self._lease.transaction() as transaction:
             for batch_id, results in by_batch.items():
                 await self._batches.put_results(transaction, batch_id, results)
-        self._lease.renewed(started_at)
 
 
 def _counts(part: list[tuple[str, int, Result]]) -> dict[str, int]:

@@ -22,7 +22,6 @@ from batch_svc.runner.batch_run import BatchRun
 from batch_svc.runner.results import ResultWriter
 from batch_svc.runner.stages import Stages, line_id
 from batch_svc.store.batches import BatchStore, StoredLine
-from batch_svc.store.database import Database
 from batch_svc.store.lease import LeaseLost, RunnerLease
 from common.errors import InternalError, MeshError, Unavailable
 from common.runtime.tasks import TaskGroup
@@ -43,7 +42,6 @@ class Runner:
 
     def __init__(
         self,
-        database: Database,
         batches: BatchStore,
         stages: Stages,
         lease: RunnerLease,
@@ -53,7 +51,6 @@ class Runner:
         lines_in_flight: int,
         attempts_max: int,
     ) -> None:
-        self._database = database
         self._batches = batches
         self._stages = stages
         self._lease = lease
@@ -62,7 +59,7 @@ class Runner:
         self._attempts_max = attempts_max
         self.pace = Pace(lines_in_flight)
         self._runs: dict[str, BatchRun] = {}
-        self._writer = ResultWriter(database, batches, lease, self._on_written)
+        self._writer = ResultWriter(batches, lease, self._on_written)
         # Something that the two loops wait for has happened.
         self._work, self._lines = asyncio.Event(), asyncio.Event()
         self._turn = 0
@@ -106,7 +103,7 @@ class Runner:
         """Runs batches until the lease is lost. Raises LeaseLost or Unavailable."""
         LOG.info("batch_lease_taken", fence=self._lease.fence)
         self._runs.clear()
-        self._writer = ResultWriter(self._database, self._batches, self._lease, self._on_written)
+        self._writer = ResultWriter(self._batches, self._lease, self._on_written)
         self.has_lease = True
         try:
             async with TaskGroup() as group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Final
 
 import structlog
@@ -15,7 +14,6 @@ from batch_svc.core.limits import OUTPUT_PURPOSE, BatchLimits
 from batch_svc.core.lines import Line, LineError, LineReader
 from batch_svc.core.results import Result, error_row
 from batch_svc.store.batches import BatchStore
-from batch_svc.store.database import Database, Transaction
 from batch_svc.store.files import CHUNK_BYTES, FileStore, insert_output
 from batch_svc.store.lease import RunnerLease
 from common.errors import MeshError
@@ -33,7 +31,6 @@ class Stages:
 
     def __init__(
         self,
-        database: Database,
         files: FileStore,
         batches: BatchStore,
         lease: RunnerLease,
@@ -45,7 +42,6 @@ class Stages:
         """
         - keep_s: after which files of results are removed, unless the batch has a time of its own.
         """
-        self._database = database
         self._files = files
         self._batches = batches
         self._lease = lease
@@ -68,7 +64,7 @@ class Stages:
         except Exception:
             LOG.exception("batch_not_validated", batch=batch.id)
             positions, errors = {}, [LineError("internal_error", "the file could not be read")]
-        async with self._renewing() as transaction:
+        async with self._lease.transaction() as transaction:
             errors = errors or await self._batches.begin(transaction, batch, len(positions))
             if errors:
                 await self._batches.fail(transaction, batch, errors)
@@ -86,7 +82,7 @@ class Stages:
 
     async def _store(self, batch: BatchRow, positions: Mapping[int, int]) -> None:
         async for lines in self._read(batch, LineReader(batch.endpoint, self._limits.lines)):
-            async with self._renewing() as transaction:
+            async with self._lease.transaction() as transaction:
                 await self._batches.put_lines(transaction, batch.id, lines, positions)
 
     async def _read(self, batch: BatchRow, reader: LineReader) -> AsyncIterator[list[Line]]:
@@ -102,19 +98,9 @@ class Stages:
         else:
             reader.errors.append(LineError("file_not_found", "the input file was removed"))
 
-    @asynccontextmanager
-    async def _renewing(self) -> AsyncIterator[Transaction]:
-        """A transaction under the lease, which it renews. Raises LeaseLost and Unavailable."""
-        started_at = time.monotonic()
-        async with self._database.transaction() as transaction:
-            await self._lease.check(transaction)
-            yield transaction
-        self._lease.renewed(started_at)
-
     async def finish(self, batch: BatchRow, ends_as: Status) -> None:
         """Writes the files of a batch whose lines do not run any more, and ends it."""
-        async with self._database.transaction() as transaction:
-            await self._lease.check(transaction)
+        async with self._lease.transaction() as transaction:
             if not await self._batches.finalize(transaction, batch, ends_as):
                 return
         if ends_as is Status.EXPIRED:
@@ -123,8 +109,7 @@ class Stages:
         for column, is_error in (("output_file_id", False), ("error_file_id", True)):
             if (written := await self._write_file(batch, is_error=is_error)) is not None:
                 files[column] = written
-        async with self._database.transaction() as transaction:
-            await self._lease.check(transaction)
+        async with self._lease.transaction() as transaction:
             await self._batches.end(transaction, batch, ends_as, files)
         LOG.info("batch_ended", batch=batch.id, status=str(ends_as))
 
@@ -138,8 +123,7 @@ class Stages:
                     line_id(batch.id, line.number), line.custom_id, _EXPIRED, _EXPIRED_TEXT
                 )
                 results.append((line.number, Result(True, row)))
-            async with self._database.transaction() as transaction:
-                await self._lease.check(transaction)
+            async with self._lease.transaction() as transaction:
                 await self._batches.put_results(transaction, batch.id, results)
 
     async def _write_file(self, batch: BatchRow, *, is_error: bool) -> tuple[str, int] | None:
@@ -177,8 +161,7 @@ class Stages:
             number = page[-1][0]
 
     async def _put(self, file: StoredFile, tenant: str, content: bytes, number: int) -> None:
-        async with self._database.transaction() as transaction:
-            await self._lease.check(transaction)
+        async with self._lease.transaction() as transaction:
             await insert_output(transaction, file, tenant, [content], number)
 
 

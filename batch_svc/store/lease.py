@@ -6,7 +6,8 @@ its fence first, in the same transaction: an owner that lost it writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 from batch_svc.store.database import Database, Transaction
@@ -65,14 +66,22 @@ class RunnerLease:
 
     async def renew(self) -> None:
         """Raises LeaseLost, and Unavailable."""
+        async with self.transaction():
+            pass
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """A transaction that excludes other owners, and whose commit renews the lease. Raises
+        LeaseLost, and Unavailable."""
         started_at = self._clock()
         async with self._database.transaction() as transaction:
             await self.check(transaction)
-        self.renewed(started_at)
+            yield transaction
+        self._held_until = max(self._held_until, started_at + self._lease_s * STOP_SHARE)
 
     async def check(self, transaction: Transaction) -> None:
-        """Renews the lease inside of a transaction, which then excludes other owners. Call
-        `renewed` after the commit. Raises LeaseLost."""
+        """Renews the lease inside of a transaction, which then excludes other owners. Raises
+        LeaseLost."""
         changed = await transaction.execute(
             f"UPDATE leases SET expires_at = {self._database.now} + $1"
             " WHERE name = $2 AND owner = $3 AND fence = $4",
@@ -84,10 +93,6 @@ class RunnerLease:
         if not changed:
             self.fence = 0
             raise LeaseLost("another batch service has the lease", reason="LEASE_LOST")
-
-    def renewed(self, started_at: float) -> None:
-        """Records a commit of a transaction with `check` that began at a time."""
-        self._held_until = max(self._held_until, started_at + self._lease_s * STOP_SHARE)
 
     async def release(self) -> None:
         """Lets another service take the lease at once. Raises Unavailable."""

@@ -40,7 +40,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
     files, batches = FileStore(database, LIMITS, 60.0), BatchStore(database, LIMITS)
     lease = RunnerLease(database, "1", 60.0, asyncio.get_running_loop().time)
     assert await lease.acquire()
-    stages = Stages(database, files, batches, lease, LIMITS, keep_s=60.0, in_prefix_order=True)
+    stages = Stages(files, batches, lease, LIMITS, keep_s=60.0, in_prefix_order=True)
     yield Parts(stages, files, batches, database)
     await database.close()
 
