@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.failed import HAS_FAILED
 from tests.known_reruns import without_cause
 from tests.row_report import RowReport
 from tests.service_traffic import ServiceTraffic
@@ -19,8 +20,8 @@ pytest.register_assert_rewrite("tests.kit")
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a shared machine. One that fails runs up to
-# twice more (`--reruns 0`: it does not), and the summary names it (`tests/known_reruns.py`). All
-# other tests must pass at once.
+# twice more with new fixtures (`--reruns 0`: it does not), and the summary names it
+# (`tests/known_reruns.py`). All other tests must pass at once.
 RERUN_FOLDERS = {"contract", "integration", "e2e", "chaos", "sglang"}
 # Long tests take many times longer on a busy machine; up to 48 s were measured.
 LONG_TIMEOUT_S = 240
@@ -64,6 +65,34 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     finally:
         if TRAFFIC.is_through_service:
             item.user_properties.append(("service", True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Records a failure before the fixtures end.
+
+    `session.testsfailed` counts only after that, and does not count a test that is run again.
+    """
+    report = yield
+    has_failed = call.when != "setup" and item.stash.get(HAS_FAILED, False)
+    item.stash[HAS_FAILED] = has_failed or report.failed
+    return report
+
+
+# Inside what captures the output, and before pytest-rerunfailures puts the module's fixtures aside
+# for a rerun.
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """Ends the module's fixtures too after a failure of a test that may run again: it may have
+    ended services that a rerun or the next test needs."""
+    module = item.getparent(pytest.Module)
+    may_rerun = module is not None and item.path.parent.name in RERUN_FOLDERS
+    if may_rerun and item.stash.get(HAS_FAILED, False):
+        # There is no public way; pytest-rerunfailures uses this one as well.
+        item.session._setupstate.teardown_exact(module.parent)  # type: ignore[union-attr,arg-type]
+    yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

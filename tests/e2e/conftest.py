@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,10 @@ import openai
 import pytest
 
 from meshctl.commands.demo import SpanReceiver, run_span_receiver
-from tests.kit.logs import HAS_FAILED, logs_on_failure
+from tests.kit.logs import logs_on_failure
 from tests.kit.oracle import Oracle
 from tests.kit.processes import Mesh
 from tests.kit.sdk import open_sdk_client
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Records a failure before the fixtures end.
-
-    `session.testsfailed` counts only after that, and does not count a test that is run again.
-    """
-    report = yield
-    has_failed = call.when != "setup" and item.stash.get(HAS_FAILED, False)
-    item.stash[HAS_FAILED] = has_failed or report.failed
-    return report
 
 
 @pytest.fixture(autouse=True)

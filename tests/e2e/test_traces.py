@@ -149,10 +149,12 @@ def test_the_trace_of_a_split_and_migrated_request_is_a_tree_with_links(
     ]
     assert {link.trace_id.hex() for leg in legs for link in leg.span.links} == {trace_id}
     assert legs[3].attribute("finish_reason") == "length"
-    tokens = [int(leg.attribute("gen_ai.usage.output_tokens")) for leg in legs]
-    assert tokens[1] + tokens[3] == TOKENS
-    # The prompt of the new attempt has the tokens that the client already has.
-    assert int(legs[3].attribute("input_tokens")) == len(prompt) + tokens[1]
+    # The prompt of the new attempt has the tokens that the client already has. The worker may have
+    # generated more than arrived.
+    sent, rest = (int(leg.attribute("gen_ai.usage.output_tokens")) for leg in (legs[1], legs[3]))
+    received = int(legs[3].attribute("input_tokens")) - len(prompt)
+    assert received + rest == TOKENS
+    assert sent >= received
 
     placed = [span for span in found if span.span.name == DECISION[-1]]
     assert {span.service for span in placed} == {"router"}

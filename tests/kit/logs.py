@@ -8,8 +8,7 @@ from typing import Protocol
 
 import pytest
 
-# Whether a test has failed so far; set by `tests/e2e/conftest.py`.
-HAS_FAILED = pytest.StashKey[bool]()
+from tests.failed import HAS_FAILED
 
 
 class HasLogs(Protocol):

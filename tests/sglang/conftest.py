@@ -22,7 +22,6 @@ import pytest_asyncio
 
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
-from tests.e2e.conftest import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.sglang.sglang_mesh import HttpMesh
 from tests.sglang.sglang_workers import WAIT_S, WorkerProcess
 from worker_svc.app import WorkerApp
