@@ -31,7 +31,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-console bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -103,6 +103,9 @@ bench-gateway: compiled ## Token path figures: DYNAMO_PYTHON=..., ARGS='--full',
 
 bench-tracing: compiled ## What spans cost the token path: off, 1 %, 100 %, dead collector, several; last line is JSON
 	cd build/compiled && PYTHONPATH=protos:. python -m bench.tracing $(ARGS)
+
+bench-console: compiled ## What a console costs the mesh that it shows, three minutes; last line is JSON
+	cd build/compiled && PYTHONPATH=protos:. python -m bench.bench_console $(ARGS)
 
 bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual time, six to ten minutes; last line is JSON
 	$(BIN)/python -m bench.bench_replay $(ARGS)

@@ -44,15 +44,17 @@ def mesh(
     root: Path = ROOT,
     workers: int | None = None,
     service_flags: Sequence[str] = (),
+    registry: Path | None = None,
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Yields the HTTP port and the pids of a frontend, a router, an indexer and sim workers.
 
     root: the source tree that the services run from. workers: that many aggregated ones; None: the
-    two of the shape. service_flags: of every service.
+    two of the shape. service_flags: of every service. registry: None for one of its own.
     """
     roles = ROLES[shape] if workers is None else ("aggregated",) * workers
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-        common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
+        common = ["--registry-path", str(registry or Path(folder, "registry"))]
+        common += ["--log-level", "warning"]
         common += service_flags
         model = ["--model-path", str(_sim_model(Path(folder))), "--model-name", MODEL]
         worker = [*common, *sim_flags, *model, "--notice-s", "0"]
