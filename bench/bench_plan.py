@@ -6,6 +6,8 @@ before, by single prompts and equal requests at once; the loads mix both.
 
 - `ttft_p95_error`, `itl_p95_error`: (predicted - measured) / measured, of the load with the
   greatest absolute value;
+- `replays` of a load: the lowest and the highest 95th percentile of the single replays, about as
+  far apart as two runs of one mesh;
 - `flaps`: of the recommended counts on ten days (`make bench-scaling`).
 """
 
@@ -73,7 +75,7 @@ LOADS = (
 async def measure(port: int) -> Speeds:
     async with new_http_client(None) as http:
         found = await LatencyProbe(http, f"http://127.0.0.1:{port}", MODEL).measure()
-    return fit(found.prompts, found.decodes)
+    return fit(found.prompts, found.decodes, found.pauses)
 
 
 def measured(load: Load, port: int, seconds: float) -> dict[str, float]:
@@ -107,6 +109,9 @@ def run_load(load: Load, speeds: Speeds | None, seconds: float) -> tuple[Speeds,
             "predicted": round(expected, 4),
             "error": round((expected - value) / value, 3),
         }
+    for name in ("ttft_p95", "itl_p95"):
+        spread = getattr(predicted, f"{name}_range_s")
+        figures[f"{name}_s"]["replays"] = [round(value, 4) for value in spread]
     return speeds, figures
 
 

@@ -1,48 +1,151 @@
 """`meshctl plan TRACE`: how many workers a trace needs; runs `python -m replay.plan` as a child.
 
-The speed of a worker is measured first, through the API of a frontend, unless a file has it.
+The speed of a worker is measured first, through the API of a frontend, unless a file has it. The
+trace may be made from the metrics of the running mesh, and the prediction checked on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 
 from common.errors import Unavailable
-from common.inspection.gateway import GatewayError, api_url, find_frontend, new_http_client
+from common.inspection.gateway import (
+    GatewayError,
+    api_url,
+    find_frontend,
+    metrics_url,
+    new_http_client,
+)
+from common.registry.instances import Snapshot
 from meshctl.commands.replay import run_child
 from meshctl.options import REGISTRY_FLAGS, MeshCommand, MeshConfig, json_flag
 from meshctl.view.latencies import LatencyProbe
+from meshctl.view.live_traffic import LiveSample, read_live_sample, sum_samples
 from meshctl.view.members import read_members
+from meshctl.view.trace_player import Played, PlayedRequest, play
+
+SCRAPE_TIMEOUT_S = 10.0
 
 
-async def measure(config: MeshConfig, url: str, model: str, api_key: str | None) -> str:
-    """Returns the latencies of a worker as JSON. Raises Unavailable."""
-    if not url:
-        url = api_url(find_frontend(await read_members(config)))
-    async with new_http_client(api_key, config, url) as http:
-        try:
-            return (await LatencyProbe(http, url.rstrip("/"), model).measure()).to_json()
-        except GatewayError as error:
-            raise Unavailable(f"cannot measure the speed of {model!r}: {error}") from None
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    """A running mesh, and the model that is planned for."""
+
+    config: MeshConfig
+    url: str
+    model: str
+    api_key: str | None
+
+    async def api_url(self) -> str:
+        if self.url:
+            return self.url.rstrip("/")
+        return api_url(find_frontend(await read_members(self.config)))
+
+    async def measure(self) -> str:
+        """Returns the latencies of a worker as JSON. Raises Unavailable."""
+        url = await self.api_url()
+        async with new_http_client(self.api_key, self.config, url) as http:
+            try:
+                return (await LatencyProbe(http, url, self.model).measure()).to_json()
+            except GatewayError as error:
+                text = f"cannot measure the speed of {self.model!r}: {error}"
+                raise Unavailable(text) from None
+
+    async def watch(self, seconds: float) -> str:
+        """Returns the lengths of the requests of so many seconds as JSON. Raises Unavailable."""
+        snapshot = await read_members(self.config)
+        # Processes of one frontend have the same metrics.
+        urls = {metrics_url(one) for one in snapshot.of("frontend") if one.http_address}
+        old, began = await self._sample(urls), time.monotonic()
+        await asyncio.sleep(seconds)
+        new = await self._sample(urls)
+        return json.dumps(new.since(old).to_json(time.monotonic() - began))
+
+    async def _sample(self, urls: set[str]) -> LiveSample:
+        samples: list[LiveSample] = []
+        for url in sorted(urls):
+            async with new_http_client(self.api_key, self.config, url) as http:
+                try:
+                    response = await http.get(url, timeout=SCRAPE_TIMEOUT_S)
+                    text = response.raise_for_status().text
+                    samples.append(read_live_sample(text, self.model))
+                except (httpx.HTTPError, ValueError) as error:
+                    reason = str(error) or type(error).__name__
+                    raise Unavailable(f"no metrics of {url}: {reason}") from None
+        return sum_samples(samples)
+
+    async def play(self, requests: Sequence[PlayedRequest], block_size: int) -> Played:
+        url = await self.api_url()
+        async with new_http_client(self.api_key, self.config, url) as http:
+            return await play(http, url, self.model, requests, block_size)
 
 
-def fit(latencies: str, path: Path) -> int:
-    """Writes the speeds of latencies to a file; returns an exit status."""
-    command = [sys.executable, "-m", "replay.plan.fit", str(path)]
-    return subprocess.run(command, input=latencies.encode(), check=False).returncode
+def fleet_of(snapshot: Snapshot, model: str) -> dict[str, int]:
+    """Returns the number of workers of a model by role. Raises Unavailable without any."""
+    roles = [one.role for one in snapshot.of("worker") if one.model == model]
+    if not roles:
+        raise Unavailable(f"no worker serves {model!r}")
+    return {role: roles.count(role) for role in ("aggregated", "prefill", "decode")}
+
+
+def run_tool(module: str, *arguments: str, text: str = "") -> str | None:
+    """Runs a module of `replay.plan`; returns what it prints, None if it failed."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"replay.plan.{module}", *arguments],
+        input=text.encode(),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    return done.stdout.decode() if done.returncode == 0 else None
+
+
+async def check(
+    mesh: _Mesh, trace: Path, speeds: Path, seconds: float, sizes: Sequence[int]
+) -> str:
+    """Plays the trace for so many seconds on the running mesh; returns what `replay.plan.check`
+    compares, "" if there is nothing to play. sizes: KV blocks of a worker, tokens of a block.
+    Raises Unavailable."""
+    fleet = fleet_of(await read_members(mesh.config), mesh.model)
+    workers = fleet["prefill"] or fleet["aggregated"]
+    rows = await asyncio.to_thread(
+        run_tool, "sample", str(trace), str(speeds), str(workers), str(seconds)
+    )
+    if rows is None:
+        return ""
+    found = json.loads(rows)
+    requests = [PlayedRequest(at_s, n, m, tuple(names)) for at_s, n, m, names in found]
+    played = await mesh.play(requests, sizes[1])
+    courses = [course for course in played.courses if course is not None]
+    if not courses:
+        raise Unavailable(f"every request of the check failed: {played.error}")
+    return json.dumps(
+        {
+            "fleet": fleet,
+            "blocks": sizes[0],
+            "block_size": sizes[1],
+            "requests": found,
+            "ttfts": [course.first_s for course in courses],
+            "itls": [course.itl_s for course in courses if course.itl_s is not None],
+        }
+    )
 
 
 @click.command("plan", cls=MeshCommand, config=MeshConfig, flags=REGISTRY_FLAGS)
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--ttft-s", type=float, required=True, help="Target of TTFT, p95, in seconds.")
-@click.option("--itl-s", type=float, required=True, help="Target of ITL, p95, in seconds.")
+@click.option("--ttft-s", type=float, help="Target of TTFT, p95, in seconds.")
+@click.option("--itl-s", type=float, help="Target of ITL, p95, in seconds.")
 @click.option("--model", default="", help="Model to measure the speed of, on an idle mesh.")
 @click.option("--url", default="", help="URL of a frontend. By default, one of the registry.")
 @click.option(
@@ -50,6 +153,17 @@ def fit(latencies: str, path: Path) -> int:
     default=Path("speeds.json"),
     type=click.Path(path_type=Path),
     help="File of speeds; written with --model, else read.",
+)
+@click.option(
+    "--live-s",
+    type=click.FloatRange(1),
+    help="Watch the running mesh for so many seconds and write TRACE like its traffic.",
+)
+@click.option("--live-model", default="", help="Model whose traffic is watched.")
+@click.option(
+    "--check-s",
+    type=click.FloatRange(1),
+    help="Play the trace on the idle mesh for so many seconds; print how far the plan is from it.",
 )
 @click.option("--speed", type=float, default=1.0, help="Multiple of the arrival rate.")
 @click.option("--requests", type=click.IntRange(1), default=2000, help="First ones to use.")
@@ -66,18 +180,41 @@ def command(
     config: MeshConfig,
     model: str,
     url: str,
+    live_s: float | None,
+    live_model: str,
+    check_s: float | None,
     as_json: bool,
     **rest: Any,
 ) -> int:
     """Finds the fewest prefill and decode workers that meet targets of TTFT and ITL on a trace.
 
-    TRACE is a file as of `meshctl replay`. With --model the speed of a worker is measured first.
+    TRACE is a file as of `meshctl replay`; with --live-s it is written first, like the traffic of
+    the running mesh. With --model the speed of a worker is measured first, and with --check-s the
+    prediction is compared with the mesh.
     """
-    if model:
-        latencies = asyncio.run(measure(config, url, model, environ.get("OPENAI_API_KEY")))
-        if status := fit(latencies, rest["speeds"]):
-            return status
-    return run_child("replay.plan", [*_flags(rest), *(["--json"] if as_json else [])])
+    key = environ.get("OPENAI_API_KEY")
+    mesh = _Mesh(config, url, model, key)
+    sizes = (rest["blocks"], rest["block_size"])
+    if live_s is not None:
+        if not (live_model or model):
+            raise click.UsageError("--live-s needs --live-model or --model")
+        live = asyncio.run(_Mesh(config, url, live_model or model, key).watch(live_s))
+        if run_tool("traffic", str(rest["trace"]), str(sizes[1]), text=live) is None:
+            return 2
+    if check_s is not None and not model:
+        raise click.UsageError("--check-s needs --model")
+    if model and run_tool("fit", str(rest["speeds"]), text=asyncio.run(mesh.measure())) is None:
+        return 2
+    flags = [*_flags(rest), *(["--json"] if as_json else [])]
+    if check_s is None:
+        return run_child("replay.plan", flags)
+    measured = asyncio.run(check(mesh, rest["trace"], rest["speeds"], check_s, sizes))
+    if not measured:
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "check.json"
+        path.write_text(measured)
+        return run_child("replay.plan", [*flags, "--check", str(path)])
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

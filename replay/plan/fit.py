@@ -15,6 +15,7 @@ def main() -> int:
         speeds = fit(
             [(int(size), float(value)) for size, value in found["prompts"]],
             [(int(size), float(value)) for size, value in found["decodes"]],
+            [(int(size), float(value)) for size, value in found.get("pauses", ())],
         )
         Path(sys.argv[1]).write_text(speeds.to_json())
     except (OSError, ValueError, KeyError, TypeError, SpeedsError) as error:
