@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bodies import write_bodies
-from bench.gateway import ISL, OSL, compare
+from bench.gateway import ISL, MODES, OSL, compare
 from bench.measure import ROOT, build_loadgen, cpu_s, machine_lock, print_report, rss_mb, run_load
 from bench.stacks import mesh
 from bench.trees import environment
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     console_cpu: list[float] = []
     with (
         _console(folder, registry, otlp_port, args.interval_s) as console,
-        mesh([], [], service_flags=flags, registry=registry) as (port, pids),
+        mesh(MODES["burst"][0], [], service_flags=flags, registry=registry) as (port, pids),
     ):
 
         def load(name: str, turn: int) -> dict[str, Any]:
