@@ -47,6 +47,14 @@ _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
 
+# The errors that a failure of the transport becomes, if they come without details of ours.
+_OF_TRANSPORT = (
+    errors.Unavailable,
+    errors.Overloaded,
+    errors.DeadlineExceeded,
+    errors.InternalError,
+)
+
 # What grpc reports for a write on a connection that was reset.
 _RESET_TEXTS = {"Internal error from Core": "the connection was reset"}
 
@@ -135,6 +143,17 @@ def map_rpc_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise mesh_error_from_rpc(error) from error
+
+
+def has_no_response(error: MeshError) -> bool:
+    """Returns whether a call failed with this error because its peer did not respond, so that the
+    text is that of the transport. error: of `map_rpc_errors`."""
+    cause = error.__cause__
+    if not (isinstance(cause, grpc.aio.AioRpcError) and isinstance(error, _OF_TRANSPORT)):
+        return False
+    trailing = cause.trailing_metadata()
+    raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
+    return _unpack_details(raw if isinstance(raw, bytes) else None)[0] is None
 
 
 def _unpack_details(

@@ -1,35 +1,74 @@
-"""Calls the batch service that discovery shows."""
+"""Calls the batch services that discovery shows."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
-from common.errors import Unavailable
+import structlog
+
+from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
-from common.rpc.status import map_rpc_errors
+from common.rpc.status import has_no_response, map_rpc_errors
 from frontend_svc.members import Members
 from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc
+
+LOG = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S: Final = 30.0
 # Of an upload or a download.
 TRANSFER_TIMEOUT_S: Final = 3600.0
+RETRY_AFTER_S: Final = 1.0
+# Methods that change nothing: another service has the same response.
+READS: Final = frozenset({"GetFile", "ListFiles", "GetBatch", "ListBatches"})
+# Reasons of an Unavailable: no service is registered; one is, and gives no response.
+NO_BATCH_SERVICE: Final = "NO_BATCH_SERVICE"
+BATCH_SERVICE_SILENT: Final = "BATCH_SERVICE_SILENT"
+
+
+@dataclass(slots=True, eq=False)
+class _Service:
+    instance_id: int
+    channel: rpc.MeshChannel
+    stub: batch_pb2_grpc.BatchServiceStub
+    calls: int = 0
+    """In progress."""
+
+    is_silent: bool = False
+    """Whether its last call had no response."""
 
 
 class BatchClient:
-    """The batch services, of which any has all files and batches of its database."""
+    """The batch services, of which any has all files and batches of its database. A read that has
+    no response from one of them is sent to the next one."""
 
     def __init__(self, members: Members, security: rpc.Security) -> None:
         self._members = members
         self._security = security
-        self._channels: dict[int, rpc.MeshChannel] = {}
+        self._opened: dict[int, _Service] = {}
 
     # Any: a method of the stub, and its messages.
     async def call(self, name: str, request: Any) -> Any:
         """Returns the response of a unary method. Raises MeshError."""
-        return await rpc.unary(getattr(await self._stub(), name), request, timeout_s=CALL_TIMEOUT_S)
+        services = await self._services()
+        lost: MeshError | None = None
+        for service in services if name in READS else services[:1]:
+            if self._opened.get(service.instance_id) is not service:
+                continue  # It has left meanwhile.
+            try:
+                with _calling(service):
+                    method = getattr(service.stub, name)
+                    return await rpc.unary(method, request, timeout_s=CALL_TIMEOUT_S)
+            except Unavailable as error:
+                if error.reason != BATCH_SERVICE_SILENT:
+                    raise
+                lost = error
+        assert lost is not None, "the first service has not left"
+        raise lost
 
     async def upload(
         self, requests: AsyncIterator[batch_pb2.UploadFileRequest]
@@ -46,51 +85,94 @@ class BatchClient:
                 failures.append(error)
                 raise
 
-        stub = await self._stub()
+        service = (await self._services())[0]
         # Any: the generated types are those of blocking stubs.
-        upload: Any = stub.UploadFile
-        call = upload(guarded(), timeout=TRANSFER_TIMEOUT_S)
-        try:
-            with map_rpc_errors():
+        upload: Any = service.stub.UploadFile
+        with _calling(service):
+            call = upload(guarded(), timeout=TRANSFER_TIMEOUT_S)
+            try:
                 async with rpc.cancelling(call):
                     response: batch_pb2.UploadFileResponse = await call
                     return response
-        except (Exception, asyncio.CancelledError):
-            if failures:
-                raise failures[0] from None
-            raise
+            except (Exception, asyncio.CancelledError):
+                if failures:
+                    raise failures[0] from None
+                raise
 
     async def read(self, request: batch_pb2.ReadFileRequest) -> AsyncIterator[bytes]:
         """Yields the content of a file. Raises MeshError."""
-        stub = await self._stub()
-        # Any: as above.
-        read: Any = stub.ReadFile
-        call = read(request, timeout=TRANSFER_TIMEOUT_S)
-        with map_rpc_errors():
-            async with rpc.cancelling(call):
-                async for response in call:
-                    yield response.content
+        services = await self._services()
+        lost: MeshError | None = None
+        has_begun = False
+        for service in services:
+            if self._opened.get(service.instance_id) is not service:
+                continue  # It has left meanwhile.
+            # Any: as above.
+            read: Any = service.stub.ReadFile
+            try:
+                with _calling(service):
+                    call = read(request, timeout=TRANSFER_TIMEOUT_S)
+                    async with rpc.cancelling(call):
+                        async for response in call:
+                            has_begun = True
+                            yield response.content
+                return
+            except Unavailable as error:
+                if has_begun or error.reason != BATCH_SERVICE_SILENT:
+                    raise
+                lost = error
+        assert lost is not None, "the first service has not left"
+        raise lost
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            await channel.close()
+        opened, self._opened = self._opened, {}
+        for service in opened.values():
+            await service.channel.close()
 
-    async def _stub(self) -> batch_pb2_grpc.BatchServiceStub:
-        """Raises Unavailable without a batch service."""
+    async def _services(self) -> list[_Service]:
+        """Returns the services, the best first. Raises Unavailable without any."""
         instances = {instance.id: instance for instance in self._members.snapshot.of("batch")}
-        for instance_id in [*self._channels.keys() - instances.keys()]:
-            await self._channels.pop(instance_id).close()
+        departed = self._opened.keys() - instances.keys()
+        # The end of a channel cancels its calls.
+        idle = [one for one in departed if not self._opened[one].calls]
+        for service in [self._opened.pop(one) for one in idle]:
+            await service.channel.close()
         if not instances:
             text = "no batch service is there: the mesh has no member of the service 'batch'"
-            raise Unavailable(text, 1.0, reason="NO_BATCH_SERVICE")
-        # The newest: one before may have died without leaving yet.
-        newest = next(reversed(instances.values()))
-        return batch_pb2_grpc.BatchServiceStub(self._channel(newest))
+            raise Unavailable(text, RETRY_AFTER_S, reason=NO_BATCH_SERVICE)
+        # The newest first: those before may have died without leaving yet.
+        services = [self._service(instance) for instance in reversed(instances.values())]
+        return sorted(services, key=lambda service: service.is_silent)
 
-    def _channel(self, instance: Instance) -> rpc.MeshChannel:
-        channel = self._channels.get(instance.id)
-        if channel is None:
+    def _service(self, instance: Instance) -> _Service:
+        service = self._opened.get(instance.id)
+        if service is None:
             channel = rpc.channel(instance.address, role="batch", security=self._security)
-            self._channels[instance.id] = channel
-        return channel
+            stub = batch_pb2_grpc.BatchServiceStub(channel)
+            service = self._opened[instance.id] = _Service(instance.id, channel, stub)
+        return service
+
+
+@contextmanager
+def _calling(service: _Service) -> Iterator[None]:
+    """Raises Unavailable, with the reason BATCH_SERVICE_SILENT, if a call has no response."""
+    service.calls += 1
+    try:
+        with map_rpc_errors():
+            yield
+    except MeshError as error:
+        if not has_no_response(error):
+            service.is_silent = False
+            raise
+        if not service.is_silent:
+            service.is_silent = True
+            # The client gets no address of the mesh.
+            LOG.warning(
+                "batch_service_silent", member=str(service.instance_id), error=error.message
+            )
+        text = "the batch service does not respond; send the request again"
+        raise Unavailable(text, RETRY_AFTER_S, reason=BATCH_SERVICE_SILENT) from error
+    else:
+        service.is_silent = False
+    finally:
+        service.calls -= 1
