@@ -8,8 +8,6 @@ gateway does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections.abc import Sequence
 from random import Random
 from typing import Final
@@ -17,10 +15,9 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from common.errors import Conflict, InvalidRequest, MeshError
-from common.registry.instances import Instance, Snapshot, SnapshotDiff
-from common.registry.registry import Registry, follow
-from common.request.placement import Decision, Query
+from common.errors import Conflict, InvalidRequest
+from common.registry.instances import Instance
+from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.rpc.interceptors import RunningCalls
 from common.runtime.member_key import MemberKey
@@ -32,20 +29,11 @@ from epp_svc.metrics import Metrics
 from epp_svc.placing import Placing
 from epp_svc.service import Picker
 from epp_svc.wire import SERVICE_NAME
-from frontend_svc.acknowledgement import Acknowledgement
-from frontend_svc.members import Members
+from frontend_svc.mesh_client import MeshClient, wait_loaded
 from frontend_svc.models import tokenizer_files
-from frontend_svc.models.artifacts import grpc_artifact_opener
-from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.models.loading import keep_loaded
 from frontend_svc.recent_requests import service as recent_requests
 from frontend_svc.recent_requests.ring import RecentRequests
 from frontend_svc.recent_requests.service import RecentRequestServicer
-from frontend_svc.request.local_placement import has_workers, place_locally
-from frontend_svc.routers.client import RouterClient
-from frontend_svc.routers.session import grpc_session_opener
-from frontend_svc.workers.client import EngineClient
-from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.extproc.v1 import extproc_pb2 as pb
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
@@ -72,29 +60,18 @@ class EppApp(ServiceApp[EppConfig]):
         super().__init__(
             "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
         )
-        self._rng = Random()
-        self._members, self._snapshot_changed = Members(), asyncio.Event()
-        self._models = ModelCatalog(
-            self._registry.get_card,
-            now_s=time.time,
-            mesh_key=config.mesh_key.encode(),
-            open_artifact=grpc_artifact_opener(self._security),
-            trials=Trials((tokenizer_files.PREPARE,)),
-        )
-        self._engines = EngineClient(
-            self.instance_id, GrpcDialer(self._security), stalled_s=self._stalled_s
-        )
-        self._router = RouterClient(
+        self._mesh = mesh = MeshClient(
             self.instance_id,
-            self._place_locally,
-            has_workers=lambda query: has_workers(self._members.snapshot, query),
-            open_session=grpc_session_opener(self._security),
-            rng=self._rng,
-            stalled_s=self._stalled_s,
+            config,
+            self._registry,
+            self._security,
+            Trials((tokenizer_files.PREPARE,)),
+            Random(),
+            self._stalled_s,
+            open_requests=lambda: dict(self._placing.open_picks),
         )
-        self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
-        self._placing = Placing(self._router, self._models, self._engines, config.fallbacks)
-        self.metrics = Metrics(lambda: self._picker.open_requests, lambda: self._router.unrouted)
+        self._placing = Placing(mesh.router, mesh.models, mesh.engines, config.fallbacks)
+        self.metrics = Metrics(lambda: self._picker.open_requests, lambda: mesh.router.unrouted)
         self._picker = Picker(self._placing, self.metrics, config)
         self._gateway_calls = RunningCalls()
         self._gateway_server = rpc.server(calls=self._gateway_calls)
@@ -104,19 +81,9 @@ class EppApp(ServiceApp[EppConfig]):
         self._bind(lifecycle, [recent_requests.SERVICE_NAME], has_streams=False)
         # Operators read the requests of all frontends: a picker sees no responses, and has none.
         frontend_pb2_grpc.add_RecentRequestServiceServicer_to_server(
-            RecentRequestServicer(RecentRequests(0, self._members)), self._server
+            RecentRequestServicer(RecentRequests(0, self._mesh.members)), self._server
         )
-        client_started, models_loaded = asyncio.Event(), asyncio.Event()
-        lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
-        await client_started.wait()
-        registry_watch = follow(self._registry, self._config.namespace, self._on_snapshot)
-        lifecycle.spawn(registry_watch, name="registry watch")
-        models = keep_loaded(self._models, self._snapshot_changed, models_loaded)
-        lifecycle.spawn(models, name="models")
-        lifecycle.spawn(self._router.run(), name="router session")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
-                await models_loaded.wait()
+        await wait_loaded(await self._mesh.start(lifecycle), START_S)
         self._serve_metrics(self.metrics.registry)
         await self._serve_gateways(lifecycle)
         await self._server.start()
@@ -168,13 +135,13 @@ class EppApp(ServiceApp[EppConfig]):
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
-        return await self._peers.reason_against(member_id, is_leaving)
+        return await self._mesh.acknowledgement.reason_against(member_id, is_leaving)
 
     def _own_need(self, peer: Instance) -> str:
-        return self._peers.own_need(peer)
+        return self._mesh.acknowledgement.own_need(peer)
 
     def _is_in_progress(self, peer: Instance) -> bool:
-        return self._peers.is_in_progress(peer)
+        return self._mesh.acknowledgement.is_in_progress(peer)
 
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new streams of gateways, waits for the open ones, then stops the other port."""
@@ -184,23 +151,6 @@ class EppApp(ServiceApp[EppConfig]):
     async def close(self) -> None:
         await self._gateway_server.stop(None)
         await super().close()
-
-    async def _run_engine_client(self, client_started: asyncio.Event) -> None:
-        """Owns the streams to workers: the task that opens them also ends them."""
-        async with self._engines:
-            client_started.set()
-            await asyncio.get_running_loop().create_future()
-
-    def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
-        self._members.on_snapshot(snapshot, changes)
-        self._engines.on_snapshot(snapshot, changes)
-        self._models.on_snapshot(snapshot, changes)
-        self._router.on_snapshot(snapshot, changes)
-        self._snapshot_changed.set()
-
-    def _place_locally(self, query: Query) -> Decision | MeshError:
-        open_picks = dict(self._placing.open_picks)
-        return place_locally(self._members.snapshot, open_picks, query, self._rng)
 
 
 def _credentials(config: EppConfig) -> grpc.ServerCredentials | None:

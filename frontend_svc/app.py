@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 import time
 from collections import Counter
@@ -18,16 +17,9 @@ from prometheus_client.exposition import choose_encoder
 
 from common.access.caller import ANONYMOUS, Caller
 from common.access.key_file import KeyFile
-from common.errors import MeshError, Unavailable
-from common.registry.instances import (
-    HTTP_META_KEY,
-    METRICS_META_KEY,
-    Instance,
-    Snapshot,
-    SnapshotDiff,
-)
-from common.registry.registry import Registry, follow
-from common.request.placement import Decision, Query
+from common.errors import Unavailable
+from common.registry.instances import HTTP_META_KEY, METRICS_META_KEY, Instance
+from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.runtime.certificates import CertificateFiles
 from common.runtime.config import ConfigError, flag_name
@@ -38,7 +30,6 @@ from common.trials import constraints
 from common.trials.trials import Trials
 from frontend_svc.access.keys import with_keys
 from frontend_svc.access.quotas import TenantQuotas
-from frontend_svc.acknowledgement import Acknowledgement
 from frontend_svc.batches import lines
 from frontend_svc.batches.client import BatchClient
 from frontend_svc.batches.lines import LINE_PATHS, BatchLineServicer
@@ -51,7 +42,7 @@ from frontend_svc.edge.sockets import connection_limit, inherit, listen
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.record_file import RecordFile
 from frontend_svc.endpoints.request_records import RequestRecords
-from frontend_svc.members import Members
+from frontend_svc.mesh_client import MeshClient, wait_loaded
 from frontend_svc.metrics.collectors import (
     CanaryCollector,
     CircuitCollector,
@@ -65,30 +56,24 @@ from frontend_svc.metrics.collectors import (
 from frontend_svc.metrics.families import CanaryMetrics, DeploymentState, FrontendMetrics
 from frontend_svc.models import tokenizer_files
 from frontend_svc.models.alias_file import AliasFile
-from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
-from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.models.loading import MODEL_RETRY_INTERVAL_S, keep_loaded
+from frontend_svc.models.artifacts import ArtifactCollector
+from frontend_svc.models.loading import MODEL_RETRY_INTERVAL_S
 from frontend_svc.processes.siblings import Siblings
 from frontend_svc.readiness import Readiness, assess_readiness
 from frontend_svc.recent_requests import service as recent_requests
 from frontend_svc.recent_requests.ring import RecentRequests
 from frontend_svc.recent_requests.service import RecentRequestServicer
 from frontend_svc.request.gateway import Gateway
-from frontend_svc.request.local_placement import has_workers, place_locally
 from frontend_svc.request.ports import WorkerPort
 from frontend_svc.responses import stored
 from frontend_svc.responses.store import ResponseStore
 from frontend_svc.responses.stored import ResponseStoreService, StoredResponses
-from frontend_svc.routers.client import RouterClient
-from frontend_svc.routers.session import grpc_session_opener
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.dispatch import with_metrics_key
 from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.usage.ledger import UsageCollector, UsageLedger
 from frontend_svc.usage.store import MEMORY, UsageStore
-from frontend_svc.workers.client import EngineClient
 from frontend_svc.workers.hit_monitor import HitMonitor
-from frontend_svc.workers.transport import GrpcDialer
 from kvmesh.frontend.v1 import frontend_pb2_grpc
 
 # In which a frontend with an inherited socket loads the models before it accepts connections.
@@ -118,30 +103,21 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         self._siblings = siblings
         self._rng = Random()
-        self._members, self._snapshot_changed = Members(), asyncio.Event()
         self._trials = Trials((constraints.PREPARE, tokenizer_files.PREPARE))
-        self._models = ModelCatalog(
-            self._registry.get_card,
-            now_s=time.time,
-            mesh_key=config.mesh_key.encode(),
-            open_artifact=grpc_artifact_opener(self._security),
-            trials=self._trials,
+        self._mesh = mesh = MeshClient(
+            self.instance_id,
+            config,
+            self._registry,
+            self._security,
+            self._trials,
+            self._rng,
+            self._stalled_s,
+            awaiting=self._awaiting_by_model,
             configured=config.configured_models,
         )
-        self._engines = EngineClient(
-            self.instance_id, GrpcDialer(self._security), stalled_s=self._stalled_s
-        )
-        self._router = RouterClient(
-            self.instance_id,
-            self._place_locally,
-            has_workers=lambda query: has_workers(self._members.snapshot, query),
-            awaiting=self._awaiting_by_model,
-            open_session=grpc_session_opener(self._security),
-            rng=self._rng,
-            stalled_s=self._stalled_s,
-        )
+        self._members, self._models = mesh.members, mesh.models
+        self._engines, self._router = mesh.engines, mesh.router
         self.gateway = self._open_gateway(self._engines)
-        self._peers = Acknowledgement(self._members, self._models, self._engines, self._router)
         self._stored_responses = self._make_response_store()
         self._batches = BatchClient(self._members, self._security)
         metrics = FrontendMetrics(config.metrics_prefix)
@@ -214,24 +190,14 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             listen_sockets = [listen(config.http_host, config.http_port, shared=is_shared)]
         http_port = listen_sockets[0].getsockname()[1]
         self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
-        client_started = asyncio.Event()
-        lifecycle.spawn(self._run_engine_client(client_started), name="engine client")
-        await client_started.wait()
-        models_loaded = asyncio.Event()
-        registry_watch = follow(self._registry, self._config.namespace, self._on_snapshot)
-        lifecycle.spawn(registry_watch, name="registry watch")
-        models = keep_loaded(self._models, self._snapshot_changed, models_loaded)
-        lifecycle.spawn(models, name="models")
-        lifecycle.spawn(self._router.run(), name="router session")
+        models_loaded = await self._mesh.start(lifecycle, self._hit_monitor.on_snapshot)
         if self._aliases is not None and self._aliases.path is not None:
             lifecycle.spawn(self._aliases.follow(), name="aliases")
         if config.canary_interval_s:
             self._canary_task = lifecycle.spawn(self._canaries.run(), name="canaries")
         # The clients of an inherited socket wait meanwhile, or another process accepts them.
         limit_s = INHERITED_START_S if config.http_fd else MODEL_RETRY_INTERVAL_S
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await models_loaded.wait()
+        await wait_loaded(models_loaded, limit_s)
         metrics = self.build_metrics()
         if self._siblings is not None:
             await self._siblings.open(metrics, self._readiness)
@@ -351,13 +317,13 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
 
     async def _reason_against(self, member_id: int, is_leaving: bool) -> str:
-        return await self._peers.reason_against(member_id, is_leaving)
+        return await self._mesh.acknowledgement.reason_against(member_id, is_leaving)
 
     def _own_need(self, peer: Instance) -> str:
-        return self._peers.own_need(peer)
+        return self._mesh.acknowledgement.own_need(peer)
 
     def _is_in_progress(self, peer: Instance) -> bool:
-        return self._peers.is_in_progress(peer)
+        return self._mesh.acknowledgement.is_in_progress(peer)
 
     async def deregister(self) -> None:
         if self._http is not None and self._config.http_fd:
@@ -387,23 +353,6 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         await super().close()
         await asyncio.to_thread(self._records.close, RECORDS_CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._usage.store.close, RECORDS_CLOSE_TIMEOUT_S)
-
-    async def _run_engine_client(self, client_started: asyncio.Event) -> None:
-        """Owns the streams to workers: the task that opens them also ends them."""
-        async with self._engines:
-            client_started.set()
-            await asyncio.get_running_loop().create_future()
-
-    def _on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
-        self._members.on_snapshot(snapshot, changes)
-        self._engines.on_snapshot(snapshot, changes)
-        self._models.on_snapshot(snapshot, changes)
-        self._hit_monitor.on_snapshot(snapshot, changes)
-        self._router.on_snapshot(snapshot, changes)
-        self._snapshot_changed.set()
-
-    def _place_locally(self, query: Query) -> Decision | MeshError:
-        return place_locally(self._members.snapshot, self._engines.open_slots, query, self._rng)
 
     def _resilience_values(self) -> tuple[float, ...]:
         retries, migrations = self.gateway.retries, self.gateway.migrations

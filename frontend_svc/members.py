@@ -1,6 +1,6 @@
 """The members of the mesh that a frontend process sees (pure).
 
-`FrontendApp` follows the registry and passes each snapshot on. A part that acts on a change has an
+`MeshClient` follows the registry and passes each snapshot on. A part that acts on a change has an
 `on_snapshot(snapshot, changes)`; a part that only looks members up reads the one `Members` object.
 
 A router may name a worker that discovery does not show here: either a new one, which the frontend
