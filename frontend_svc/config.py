@@ -107,6 +107,14 @@ class FrontendConfig(ServiceConfig):
     stores the most are removed. 0: none are stored."""
     response_ttl_s: PositiveFloat = 86_400.0
     """Seconds after which a stored response is removed."""
+    websocket_idle_s: PositiveFloat = 600.0
+    """Seconds without a response after which a WebSocket (`GET /v1/responses`) is closed. Raise it
+    if the tools of agents take longer."""
+    websocket_age_s: PositiveFloat = 3600.0
+    """Seconds after which a WebSocket takes no more events and is closed, as at OpenAI."""
+    websocket_cache_mb: PositiveInt = 64
+    """Memory in MB for the newest responses of open WebSockets, which their next event continues
+    although `store` is false. Above it the oldest of the tenant that keeps the most are removed."""
     audit_log: str = ""
     """File for one JSON line per HTTP request with body and response. Each frontend needs a file of
     its own. Empty: none."""

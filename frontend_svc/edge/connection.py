@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+P = TypeVar("P", bound=asyncio.Protocol)
 
 
 class Flow(Protocol):
@@ -60,3 +62,19 @@ class HttpConnection:
             yield
         finally:
             self._disconnect_callbacks.discard(on_disconnect)
+
+    def upgrade(self, response: bytes, make: Callable[[Any, asyncio.Transport], P]) -> P | None:
+        """Sends the response to a handshake, and gives the connection to another protocol; None if
+        the client has disconnected. For the HTTP server, the client of the request then has.
+
+        - make: takes the protocol of the HTTP server, which still has to learn of the end of the
+          connection and of its flow, and the transport.
+        """
+        if self._cycle.disconnected:
+            return None
+        self._cycle.disconnected = True
+        protocol = make(self._transport.get_protocol(), self._transport)
+        self._transport.set_protocol(protocol)
+        self._transport.write(response)
+        self._flow.resume_reading()
+        return protocol

@@ -7,8 +7,9 @@ pyproject.toml pins its version, because none of them is stable between versions
   `pause_writing`, `resume_writing`.
 - `HttpToolsProtocol`, callbacks of the parser: `on_message_begin`, `on_header`,
   `on_headers_complete`, `on_body`, `on_message_complete`.
-- `HttpToolsProtocol`, other methods: `on_response_complete`, called once for each response, and
-  `timeout_keep_alive_handler`.
+- `HttpToolsProtocol`, other methods: `on_response_complete`, called once for each response,
+  `timeout_keep_alive_handler`, `shutdown`, and `_unsupported_upgrade_warning`. A request for an
+  upgrade is served as any other if the server has no WebSocket protocol of its own.
 - `HttpToolsProtocol`, attributes: `loop`, `transport`, `flow`, `connections` (of the server),
   `pipeline` (requests that wait for the response before), `parser`, `url`, `headers`, `scope` and
   `cycle` (of the last request), `app`, which `on_headers_complete` reads for that request.
@@ -203,6 +204,16 @@ class BoundedProtocol(HttpToolsProtocol):
         is_done = self._next_turn is None and not self.transport.is_closing()
         if is_done and not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def shutdown(self) -> None:
+        # After an upgrade, the connection has another protocol.
+        if (protocol := self.transport.get_protocol()) is self:
+            super().shutdown()
+        else:
+            protocol.shutdown()  # type: ignore[attr-defined]
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade is a request; its route serves it."""
 
     def send_400_response(self, msg: str) -> None:
         # Nothing may be written after `_TooManyRequests`.

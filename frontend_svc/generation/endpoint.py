@@ -66,7 +66,11 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         self._media = media
 
     async def parse(self, context: HttpRequest, raw: bytes) -> ParsedBody:
-        parsed = await self._api.parse(raw, context.caller)
+        return self.accept(context, await self._api.parse(raw, context.caller))
+
+    def accept(self, context: HttpRequest, parsed: ParsedBody) -> ParsedBody:
+        """Returns a body with the hints of its headers and the model of its alias. Raises MeshError
+        if they are invalid or need another key."""
         request = with_headers(parsed.request, read_headers(context.header_pairs))
         progress = context.progress
         progress.body = request

@@ -20,8 +20,9 @@ from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.openai.output.json_bytes import compact_json
-from frontend_svc.responses.events import ResponsesFormat
+from frontend_svc.responses.events import ResponsesFormat, WarmupFormat
 from frontend_svc.responses.ids import request_of, response_id, response_of_item
+from frontend_svc.responses.kept import Turn
 from frontend_svc.responses.queries import (
     ItemsQuery,
     ResponseQuery,
@@ -41,6 +42,7 @@ from frontend_svc.responses.translation import (
     references,
     stored_items,
     to_chat,
+    warmup_of,
 )
 from frontend_svc.text.api_format import ApiFormat
 
@@ -55,34 +57,45 @@ class ResponsesApi:
 
     stored: StoredResponses | None
 
-    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
+    async def parse(self, raw: bytes, caller: Caller, turn: Turn | None = None) -> ParsedBody:
+        """
+        - turn: of an event of a WebSocket.
+        """
         request = await off_loop(len(raw), parse_responses, raw)
         if request.store and self.stored is None:
             raise Unsupported("store", _NO_STORE)
         tenant = caller.tenant
-        earlier = await self._earlier_items(request, tenant)
-        new_items = input_items(request, await self._referenced(request, tenant))
+        earlier = await self._earlier_items(request, tenant, turn)
+        new_items = input_items(request, await self._referenced(request, tenant, turn))
 
         def make_chat() -> ResponsesChat:
-            return to_chat(request, [*read_items(earlier), *new_items])
+            chat = to_chat(request, [*read_items(earlier), *new_items])
+            return chat if turn is None or turn.generates else warmup_of(chat)
 
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
 
         def make_format(info: ResponseInfo) -> ApiFormat:
-            return self._format(request, info, earlier, new_items, tenant, chat.chat_tools.names)
+            names = chat.chat_tools.names
+            return self._format(request, info, earlier, new_items, tenant, names, turn)
 
         return ParsedBody(
             chat,
             make_format,
             omitted_tools=chat.chat_tools.omitted,
-            continued=self._first_request(request, earlier),
+            continued=self._first_request(request, earlier, is_kept=turn is not None),
         )
 
-    def _first_request(self, request: ResponsesRequest, earlier: tuple[bytes, ...]) -> str | None:
+    def _first_request(
+        self, request: ResponsesRequest, earlier: tuple[bytes, ...], *, is_kept: bool
+    ) -> str | None:
         """Returns `ParsedBody.continued`. Ids of items name their response, unless a client chose
-        them."""
+        them.
+
+        - is_kept: whether the response can be continued although it is not stored.
+        """
         if request.previous_response_id is None:
-            return None if self.stored is None or request.store is False else ""
+            is_stored = self.stored is not None and request.store is not False
+            return "" if is_stored or is_kept else None
         responses = (response_of_item(orjson.loads(item)["id"]) for item in earlier)
         return request_of(next(filter(None, responses), request.previous_response_id))
 
@@ -94,28 +107,39 @@ class ResponsesApi:
         new_items: list[Item],
         tenant: str,
         names: FunctionNames,
+        turn: Turn | None,
     ) -> ResponsesFormat:
         stored = self.stored if request.store is not False else None
         new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
 
         def store(response: bytes) -> None:
+            if stored is None and turn is None:
+                return
+            items = (*earlier, *stored_items(new_items, new_id))
+            written = StoredResponse(response, items, tenant)
             if stored is not None:
-                items = (*earlier, *stored_items(new_items, new_id))
-                stored.put(new_id, StoredResponse(response, items, tenant))
+                stored.put(new_id, written)
+            if turn is not None:
+                turn.kept.put(turn.lane, new_id, written)
 
         response = new_response(request, new_id, info.created, is_stored=stored is not None)
         response["model"] = info.model  # not an alias, as in a chat
-        return ResponsesFormat(response, store, names)
+        has_output = turn is None or turn.generates
+        return (ResponsesFormat if has_output else WarmupFormat)(response, store, names)
 
-    async def _earlier_items(self, request: ResponsesRequest, tenant: str) -> tuple[bytes, ...]:
+    async def _earlier_items(
+        self, request: ResponsesRequest, tenant: str, turn: Turn | None
+    ) -> tuple[bytes, ...]:
         """Returns the conversation up to the previous response, as JSON items."""
         previous_id = request.previous_response_id
         if previous_id is None:
             return ()
-        previous = await self._get(previous_id, tenant, "previous_response_id", PREVIOUS_NOT_FOUND)
-        return _conversation(previous)
+        field = "previous_response_id"
+        return _conversation(await self._get(previous_id, tenant, field, PREVIOUS_NOT_FOUND, turn))
 
-    async def _referenced(self, request: ResponsesRequest, tenant: str) -> Mapping[int, Item]:
+    async def _referenced(
+        self, request: ResponsesRequest, tenant: str, turn: Turn | None
+    ) -> Mapping[int, Item]:
         """Returns the stored items to which the input refers, by their index."""
         found: dict[int, Item] = {}
         responses: dict[str, StoredResponse] = {}
@@ -123,7 +147,9 @@ class ResponsesApi:
             field = f"input[{index}].id"
             of_response = response_of_item(item_id) or item_id
             if of_response not in responses:
-                responses[of_response] = await self._get(of_response, tenant, field, INVALID_VALUE)
+                responses[of_response] = await self._get(
+                    of_response, tenant, field, INVALID_VALUE, turn
+                )
             items = map(orjson.loads, _conversation(responses[of_response]))
             raw = [orjson.dumps(item) for item in items if item["id"] == item_id]
             if not raw:
@@ -132,7 +158,16 @@ class ResponsesApi:
             (found[index],) = read_items(raw)
         return found
 
-    async def _get(self, stored_id: str, tenant: str, field: str, reason: str) -> StoredResponse:
+    async def _get(
+        self, stored_id: str, tenant: str, field: str, reason: str, turn: Turn | None
+    ) -> StoredResponse:
+        if turn is not None and (kept := turn.kept.get(stored_id)) is not None:
+            return kept
+        if self.stored is None and turn is not None:
+            text = (
+                f"Invalid '{field}': this connection does not keep {stored_id!r}, and {_NO_STORE}."
+            )
+            raise InvalidRequest(text, field, reason=reason)
         if self.stored is None:
             raise Unsupported(field, _NO_STORE)
         try:

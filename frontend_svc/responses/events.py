@@ -103,3 +103,15 @@ class ResponsesFormat:
         number, self._next_number = self._next_number, self._next_number + 1
         data = orjson.dumps(event | {"sequence_number": number})
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+
+
+class WarmupFormat(ResponsesFormat):
+    """Writes a response without output, which others continue: it prepares their prompt."""
+
+    def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
+        return b""
+
+    def finish(self, choice: int, end: ChoiceEnd) -> bytes:
+        if end.nvext:
+            self._response |= {"nvext": end.nvext}
+        return b""

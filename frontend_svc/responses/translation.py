@@ -160,6 +160,12 @@ def to_chat(request: ResponsesRequest, items: Iterable[Item]) -> ResponsesChat:
     return chat
 
 
+def warmup_of(chat: ResponsesChat) -> ResponsesChat:
+    """Returns the chat for a response without output: a worker computes the prompt, and one token
+    that is not sent."""
+    return chat.model_copy(update={"max_completion_tokens": 1})
+
+
 def client_error(error: MeshError) -> MeshError:
     """Returns the error of a chat, with the name of the field in the Responses API."""
     field = error.field

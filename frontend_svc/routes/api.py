@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from common.registry.registry import Registry
 from common.trials.fair_trials import FairTrials
@@ -30,6 +31,7 @@ from frontend_svc.routes.handlers import (
     TargetsHandler,
 )
 from frontend_svc.routes.usage import UsageHandlers
+from frontend_svc.websocket.endpoint import SocketEndpoint, SocketResponses
 
 
 class ApiDependencies:
@@ -75,6 +77,12 @@ class ApiDependencies:
         self.targets = TargetsHandler(members)
         self.batches = BatchHandlers(batches)
         self.adapters = AdapterDirectory(registry, config.namespace, members)
+
+    def websocket(self, route: Route) -> SocketEndpoint:
+        """Returns the endpoint of a WebSocket, whose events count as requests of `POST` there."""
+        post = replace(route, method="POST", label="responses", span_operation="chat")
+        serve = SocketResponses(post, self.responses, self.endpoints, self.constraints, self.media)
+        return SocketEndpoint(route, serve, self.endpoints.config)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

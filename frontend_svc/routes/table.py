@@ -217,6 +217,17 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         ),
     ),
     RouteEntry(
+        method="GET",
+        path="/v1/responses",
+        handler=lambda route, dependencies: dependencies.websocket(route),
+        permission=Permission.INFER,
+        errors=RESPONSES_ERRORS,
+        serves_head=False,
+        operation=Operation(
+            summary="Opens a WebSocket, whose events create responses; else a 426", result=""
+        ),
+    ),
+    RouteEntry(
         method="POST",
         path="/v1/responses/input_tokens",
         handler=lambda route, dependencies: InputTokensEndpoint(

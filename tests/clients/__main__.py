@@ -39,6 +39,7 @@ FEATURES = {
     "json_schema": "JSON schema",
     "embeddings": "embeddings",
     "responses": "responses",
+    "websocket": "responses over a WebSocket",
     "messages": "messages",
     "batches": "files and batches",
 }

@@ -126,6 +126,24 @@ def responses() -> None:
     assert CLIENT.responses.parse(model=MODEL, input="Hello", text_format=Weather).output_parsed
 
 
+def websocket() -> None:
+    turns: list[Any] = []
+    previous: str | None = None
+    with CLIENT.responses.connect() as connection:
+        for text in ("Hello", "More"):
+            turns.append({"role": "user", "content": text})
+            connection.response.create(
+                model=MODEL, input=text, store=False, previous_response_id=previous
+            )
+            for event in connection:
+                if event.type == "response.completed":
+                    break
+            assert event.type == "response.completed"
+            expect_equal(event.response.output_text, chat_text(turns))
+            turns.append({"role": "assistant", "content": event.response.output_text})
+            previous = event.response.id
+
+
 def batches() -> None:
     line = {
         "custom_id": "one",
@@ -165,5 +183,6 @@ run(
     tool_results=tool_results,
     embeddings=embeddings,
     responses=responses,
+    websocket=websocket,
     batches=batches,
 )
