@@ -118,9 +118,8 @@ async def check(
     compares, "" if there is nothing to play. sizes: KV blocks of a worker, tokens of a block.
     Raises Unavailable."""
     fleet = fleet_of(await read_members(mesh.config), mesh.model)
-    workers = fleet["prefill"] or fleet["aggregated"]
     rows = await asyncio.to_thread(
-        run_tool, "sample", str(trace), str(speeds), str(workers), str(seconds)
+        run_tool, "sample", str(trace), str(speeds), json.dumps(fleet), str(seconds)
     )
     if rows is None:
         return ""

@@ -12,13 +12,18 @@ from itertools import pairwise
 from random import Random
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from common.inspection.gateway import GatewayError, stream_events
 
+# At most what the context of the model has room for.
 PROMPT_TOKENS = (64, 512, 2048, 4096)
 PROMPT_REPEATS = 5
+PROMPT_OUTPUT_TOKENS = 2
+# Of the context; engines keep some tokens of it for themselves.
+RESERVED_TOKENS = 64
 AT_ONCE = (1, 4, 16, 32)
 DECODE_TOKENS = 96
 # Longer than the steps of most engines, so that they divide it; a shorter one if the context ends.
@@ -104,20 +109,32 @@ class LatencyProbe:
 
     def __init__(self, http: httpx.AsyncClient, url: str, model: str, seed: int = 1) -> None:
         self._client = CompletionClient(http, url, model)
+        self._model_url = f"{url}/v1/models/{quote(model, safe='')}"
+        self._http = http
         self._rng = Random(seed)
         self._pins: dict[str, Any] = {}
 
     async def measure(self) -> Latencies:
         """Returns the latencies. Raises GatewayError."""
-        first = await self._course(PROMPT_TOKENS[0], 2)
+        first = await self._course(PROMPT_TOKENS[0], PROMPT_OUTPUT_TOKENS)
         # All further requests run on the worker of the first one.
         self._pins = {"backend_instance_id": first.worker} if first.worker else {}
         prompts: list[tuple[int, float]] = []
-        for tokens in PROMPT_TOKENS:
-            courses = [await self._course(tokens, 2) for _ in range(PROMPT_REPEATS)]
+        room = await self._context_tokens() - RESERVED_TOKENS
+        for tokens in sorted({min(tokens, room) for tokens in PROMPT_TOKENS}):
+            courses = [await self._course(tokens, PROMPT_OUTPUT_TOKENS) for _ in range(PROMPT_REPEATS)]
             prompts.append((tokens, median(course.first_s for course in courses)))
         decodes = [(count, await self._itl_s(count)) for count in AT_ONCE]
         return Latencies(prompts, decodes, await self._pauses())
+
+    async def _context_tokens(self) -> int:
+        """Returns the tokens of the model's context. Raises GatewayError."""
+        try:
+            response = await self._http.get(self._model_url)
+            response.raise_for_status()
+            return int(response.json()["max_model_len"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise GatewayError(f"{self._model_url} has no max_model_len: {error!r}") from error
 
     async def _itl_s(self, count: int) -> float:
         courses = await asyncio.gather(
@@ -153,7 +170,7 @@ class LatencyProbe:
         try:
             # Ends: the stream has a time limit.
             await began.wait()
-            await self._course(tokens, 2)
+            await self._course(tokens, PROMPT_OUTPUT_TOKENS)
         finally:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)

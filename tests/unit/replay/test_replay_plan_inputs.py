@@ -121,14 +121,22 @@ def test_the_tool_writes_a_trace_or_says_what_is_missing(
     assert "meshctl plan:" in capsys.readouterr().err
 
 
-def test_a_sample_keeps_the_workers_busy_for_a_share_of_the_time() -> None:
-    """A prompt takes 0.34 s, so 35 of them are 60 % of 10 s of two workers."""
-    requests = [TraceRequest(n * 7.0, 4000, 10) for n in range(500)]
-    found = sample(requests, SPEEDS, 2, 10.0)
-    busy_s = sum(SPEEDS.base_s + one.input_tokens * SPEEDS.prefill_token_s for one in found)
-    assert busy_s / 20 == pytest.approx(USE, rel=0.05)
-    assert found[-1].at_s == pytest.approx(10.0)
-    assert sample(requests[:1], SPEEDS, 1, 1.0) == requests[:1]
+@pytest.mark.parametrize(
+    ("fleet", "output_tokens"),
+    [(Fleet(aggregated=2), 10), (Fleet(aggregated=2), 4000), (Fleet(prefill=2, decode=1), 4000)],
+)
+def test_a_sample_keeps_the_workers_busy_for_a_share_of_the_time(
+    fleet: Fleet, output_tokens: int
+) -> None:
+    """A prompt takes 0.34 s, an output of 4,000 tokens as much or more."""
+    requests = [TraceRequest(n * 7.0, 4000, output_tokens) for n in range(500)]
+    found = sample(requests, SPEEDS, fleet, 20.0)
+    prompts_s = len(found) * (SPEEDS.base_s + 4000 * SPEEDS.prefill_token_s)
+    outputs_s = len(found) * output_tokens * SPEEDS.decode_seq_s
+    pools = [prompts_s / 2, outputs_s] if fleet.prefill else [(prompts_s + outputs_s) / 2]
+    assert max(pools) / 20 == pytest.approx(USE, rel=0.1)
+    assert found[-1].at_s == pytest.approx(20.0)
+    assert sample(requests[:1], SPEEDS, fleet, 1.0) == requests[:1]
 
 
 def test_the_tool_prints_a_sample(
@@ -136,7 +144,7 @@ def test_the_tool_prints_a_sample(
 ) -> None:
     trace = trace_of([TraceRequest(n * 1.0, 4000, 10) for n in range(50)], tmp_path / "t.jsonl")
     speeds = tmp_path / "speeds.json"
-    monkeypatch.setattr("sys.argv", ["sample", str(trace), str(speeds), "1", "5"])
+    monkeypatch.setattr("sys.argv", ["sample", str(trace), str(speeds), '{"aggregated": 1}', "5"])
     assert sample_module.main() == 2
     assert "speeds.json" in capsys.readouterr().err
     speeds.write_text(SPEEDS.to_json())
