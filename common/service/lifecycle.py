@@ -9,7 +9,8 @@ awaited; the app closes; telemetry is flushed. Every step has a time limit. A fa
 logged, and the next steps still run.
 
 Exit status: 0 after a requested drain; 1 after a failure; `EXIT_CONFIG` for an invalid
-configuration; 128 + n at once on a second signal n; `EXIT_STUCK` if a cancelled task does not end.
+configuration; 128 + n at once on a second signal n (a SIGTERM within a second of the first is the
+same); `EXIT_STUCK` if a cancelled task does not end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,9 @@ CLOSE_TIMEOUT_S = 10.0
 RECANCEL_INTERVAL_S = 0.5
 CANCEL_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 0.9
+# A second SIGTERM within this time of the first counts as the same: if the parent of a process
+# dies, the kernel may send the signal that was requested for that once for each of its threads.
+SAME_SIGTERM_S = 1.0
 EXIT_CONFIG = 2
 EXIT_STUCK = 70
 
@@ -388,12 +393,17 @@ async def _run_shutdown_step(
 @contextlib.contextmanager
 def _signal_handlers(lifecycle: Lifecycle, hard_exit: Callable[[int], object]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    received_signals: list[int] = []
+    # With their times.
+    received_signals: list[tuple[int, float]] = []
 
     def on_signal(signal_number: signal.Signals) -> None:
-        received_signals.append(signal_number)
+        received_signals.append((signal_number, time.monotonic()))
         if len(received_signals) == 1:
             lifecycle.drain(f"signal {signal_number.name}")
+            return
+        first, first_at = received_signals[0]
+        is_same = first == signal_number == signal.SIGTERM
+        if is_same and time.monotonic() - first_at < SAME_SIGTERM_S:
             return
         LOG.error("second_signal", signal=signal_number.name)
         hard_exit(128 + signal_number)

@@ -72,11 +72,12 @@ def main(kind):
         for step in range(10):
             print("loading part", step, flush=True)
             time.sleep(0.6)
-    ended = threading.Event()
+    # Not an Event: its lock may be held where the signal interrupts.
+    ended = []
     def on_term(*_):
         note("ended", name)
         if mode != "stubborn":
-            ended.set()
+            ended.append(True)
     signal.signal(signal.SIGTERM, on_term)
     signal.signal(signal.SIGINT, lambda *_: note("interrupted", name))
     if mode == "forks":
@@ -99,8 +100,9 @@ def main(kind):
     os.write(ready_fd, json.dumps(line).encode() + b"\\n")
     # Bounded: if the supervisor fails its test, this process must still end.
     for _ in range(3000):
-        if ended.wait(0.02):
+        if ended:
             break
+        time.sleep(0.02)
 """
 
 
@@ -387,8 +389,8 @@ async def test_a_killed_supervisor_leaves_no_child_process(folder: Path) -> None
             assert len(fds) == 4
             mesh.process.kill()
             assert all_gone(fds)
-    # All received SIGTERM, and could drain.
-    assert sorted(mesh.notes("ended")) == ["frontend-0", "router-0", "worker-0", "worker-1"]
+    # All received SIGTERM, some perhaps twice, and could drain.
+    assert {*mesh.notes("ended")} == {"frontend-0", "router-0", "worker-0", "worker-1"}
 
 
 async def test_a_port_in_use_is_reported_before_any_service_starts(folder: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from structlog.testing import capture_logs
 from common.errors import Conflict, InternalError, Unavailable
 from common.runtime.config import ConfigError
 from common.service import lifecycle
-from common.service.lifecycle import Lifecycle, ServiceInfo, run
+from common.service.lifecycle import SAME_SIGTERM_S, Lifecycle, ServiceInfo, run
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -481,6 +482,10 @@ def test_the_second_signal_exits_at_once_with_status_128_plus_its_number(
     # Ends: the process ends.
     while "draining" not in process.stderr.readline():
         assert process.poll() is None
+    # As the kernel does when a parent with threads dies.
+    process.send_signal(signal.SIGTERM)
+    # Sleep: a SIGTERM counts again.
+    time.sleep(SAME_SIGTERM_S)
     process.send_signal(second)
     assert process.wait(timeout=20) == 128 + second
     assert "second_signal" in process.stderr.read()
