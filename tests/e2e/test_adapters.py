@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -17,9 +17,8 @@ from meshctl.cli import run_command
 from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
-mesh = mesh_fixture(
-    workers=3, named=True, worker_flags=["--speedup=20"], frontend_flags=["--worker-wait-s=0.5"]
-)
+# A request waits for a worker that is about to load its adapter, as long as a busy machine needs.
+mesh = mesh_fixture(workers=3, named=True, worker_flags=["--speedup=20"])
 
 
 def add(mesh: Mesh, name: str, **values: Any) -> httpx.Response:
@@ -107,11 +106,12 @@ def test_an_adapter_serves_from_its_addition_to_its_removal_over_losses_of_worke
         wait_for(lambda: len(statuses) > count + 3, "requests go on")
 
         (folder,) = (mesh.folder / "registry").glob("*/adapters")
-        shutil.rmtree(folder)
+        # At once: a worker may write into it meanwhile.
+        folder.rename(mesh.folder / "lost")
         wait_for(lambda: "basque" in names(mesh), "the worker stores it again")
         count = len(statuses)
         wait_for(lambda: len(statuses) > count + 3, "requests go on without a registry")
-    assert set(statuses) == {200}
+    assert Counter(statuses) == {200: len(statuses)}
     assert not named(mesh, other).events("adapters_not_taken_over")
 
     removed = mesh.http.delete(f"{mesh.url}/v1/adapters/basque")

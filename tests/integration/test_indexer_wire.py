@@ -103,12 +103,13 @@ async def test_a_gap_without_repair_never_serves_a_wrong_index() -> None:
         assert await mesh.depths(app, PROMPT) == (0, 0, 0), (
             "the block may be gone, so it is not advertised"
         )
-        assert mesh.state(app) == "degraded", "a subset is advertised, and the status reports it"
+        # Stale meanwhile if its stream ends on a busy machine; then it matches nothing.
+        await until(lambda: mesh.state(app) == "degraded", "the status reports the subset")
         assert await mesh.verified(app) == 3
         await wire.publish(CLEARED)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
-        assert mesh.state(app) == "exact", "a cleared cache is fully known"
+        await until(lambda: mesh.state(app) == "exact", "a cleared cache is fully known")
 
 
 async def _first_batch_received(wire: EngineWire, app: object) -> None:
