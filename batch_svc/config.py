@@ -31,8 +31,8 @@ class BatchConfig(ServiceConfig):
     line_timeout_s: Annotated[float, Field(ge=1)] = 900.0
     """Longest time of one try of a line in seconds, with its wait for idle capacity."""
     line_attempts: PositiveInt = 5
-    """Tries of a line that fails by an error of the server. Refusals for lack of capacity are not
-    counted."""
+    """Tries of a line that fails by an error of the server, or has a model or key that is not there
+    yet. Refusals for lack of capacity, and waits for it, are not counted."""
     file_limit_mb: Annotated[int, Field(ge=1, le=512)] = _DEFAULTS.file_bytes >> 20
     """Largest file in MB."""
     batch_lines_max: Annotated[int, Field(ge=1, le=1_000_000)] = _DEFAULTS.lines

@@ -11,8 +11,11 @@ import orjson
 _BUSY: Final = frozenset({408, 409, 425, 429, 503})
 # Codes of those statuses that a line may cause itself, by a prompt that ends its workers.
 _WORKER_LOST: Final = frozenset({"worker_lost", "not_migratable"})
-# A model that is not served, perhaps only now; other errors of a client stay what they are.
-_NOT_FOUND: Final = 404
+# A line that no worker had within its time limit waits as well; one that ran for as long does not.
+_TIMEOUT: Final = 504
+# A model that is not served, and a key that the frontend has not read, perhaps only now; other
+# errors of a client stay what they are.
+_NOT_YET: Final = frozenset({401, 404})
 BUSY_PAUSE_S: Final = 1.0
 PAUSE_MAX_S: Final = 30.0
 
@@ -25,6 +28,7 @@ class Reply:
     body: bytes
     request_id: str
     retry_after_s: float | None = None
+    """None: another try does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,12 @@ def judge(
 
     - failures: tries that failed by an error of the server, before this one.
     """
-    if reply.status in _BUSY and _error_code(reply.body) not in _WORKER_LOST:
+    was_placed = reply.retry_after_s is None
+    is_busy = reply.status in _BUSY or (reply.status == _TIMEOUT and not was_placed)
+    if is_busy and _error_code(reply.body) not in _WORKER_LOST:
         pause_s = min(reply.retry_after_s or BUSY_PAUSE_S, PAUSE_MAX_S)
         return Retry(pause_s, is_busy=True)
-    is_fault = reply.status >= 500 or reply.status in _BUSY or reply.status == _NOT_FOUND
+    is_fault = reply.status >= 500 or reply.status in _BUSY or reply.status in _NOT_YET
     if is_fault and failures + 1 < attempts_max:
         return Retry(min(2.0**failures, PAUSE_MAX_S), is_busy=False)
     return _result(line_id, custom_id, reply)

@@ -120,6 +120,8 @@ class RequestMachine:
         self._placed: Decision | None = None
         self._booked = False
         self._submitted_at: float | None = None
+        # Whether any attempt was sent to a worker.
+        self._was_submitted = False
         self._accept_timeout_s = 0.0
         self._stalled_before = 0.0
         # Finish reason of a complete response that waits for the report of `cached_tokens`.
@@ -246,10 +248,16 @@ class RequestMachine:
             return
         if now >= self.plan.deadline:
             self._abort_attempt("deadline")
-            late = DeadlineExceeded("the request exceeded its time limit")
-            self._finish(FinishReason.ERROR, late)
+            self._finish(FinishReason.ERROR, self._late())
             return
         self._check_acceptance(now)
+
+    def _late(self) -> DeadlineExceeded:
+        """Returns the error of the deadline; another try may help if no worker had the request."""
+        if self._was_submitted:
+            return DeadlineExceeded("the request exceeded its time limit")
+        text = "the request was not placed on a worker within its time limit"
+        return DeadlineExceeded.restore(text, retry_after_s=1.0, retryable=True)
 
     def _check_acceptance(self, now: float) -> None:
         late = [leg for leg in self._live_legs() if not leg.is_accepted]
@@ -480,6 +488,7 @@ class RequestMachine:
 
     def _await_acceptance(self, now: float, accept_timeout_s: float) -> None:
         self._submitted_at, self._accept_timeout_s = now, accept_timeout_s
+        self._was_submitted = True
         self._stalled_before = self._ports.stalled_s()
         self._ports.wake_at(min(now + accept_timeout_s, self.plan.deadline))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,6 +171,33 @@ def test_a_cancelled_batch_keeps_the_results_that_it_has(mesh: Mesh, client: ope
         client.batches.cancel(create_ended(client))
 
 
+def test_an_expired_batch_has_the_results_it_has_and_an_error_for_every_other_line(
+    mesh: Mesh, client: openai.OpenAI
+) -> None:
+    lines = 300
+    file_id = upload(client, [completion(f"{n}", 400, ignore_eos=True) for n in range(lines)])
+    batch = create(client, file_id)
+    _await_more(client, batch.id)
+    with contextlib.closing(sqlite3.connect(mesh.folder / "batches.db", timeout=WAIT_S)) as database:
+        # The end of its 24 hours.
+        database.execute("UPDATE batches SET expires_at = 1 WHERE id = ?", (batch.id,))
+        database.commit()
+    done = ended(client, batch.id)
+    assert (done.status, done.cancelled_at, done.completed_at) == ("expired", None, None)
+    assert done.expired_at is not None
+    found, errors = rows(client, done.output_file_id), rows(client, done.error_file_id)
+    assert {row["error"]["code"] for row in errors} == {"batch_expired"}
+    ids = [row["custom_id"] for row in found]
+    assert 0 < len(ids) < lines
+    assert sorted([*ids, *(row["custom_id"] for row in errors)]) == sorted(
+        f"line-{n}" for n in range(lines)
+    )
+    assert done.request_counts is not None
+    counts = done.request_counts
+    assert (counts.completed, counts.failed) == (len(found), len(errors))
+    wait_for(lambda: mesh.workers[0].open_slots() == 0, "no line of the batch is left")
+
+
 def create_ended(client: openai.OpenAI) -> str:
     return ended(client, create(client, upload(client, [completion("x")])).id).id
 
@@ -292,6 +321,28 @@ def test_files_and_batches_belong_to_a_tenant_whose_key_runs_the_lines(tmp_path:
         open_to_all.kill()
         with sdk(mesh, texts["acme"]) as acme, sdk(mesh, texts["bravo"]) as bravo:
             check_tenants(mesh, acme, bravo)
+
+
+def test_lines_wait_for_a_router_however_often_their_time_ends(tmp_path: Path) -> None:
+    with (
+        Mesh(
+            tmp_path,
+            workers=1,
+            batches=1,
+            worker_flags=["--speedup=20"],
+            frontend_flags=["--request-timeout-s=1"],
+            batch_flags=["--line-attempts=1", "--metrics-port=0"],
+        ) as mesh,
+        sdk(mesh) as client,
+    ):
+        mesh.router.kill()
+        batch = create(client, upload(client, [completion("a")]))
+        (service,) = mesh.running("batch")
+        retried = 'kvmesh_batch_lines_total{outcome="retried"}'
+        wait_for(lambda: service.metric(retried) >= 2, "the time of the line has ended twice")
+        mesh.spawn("router").wait_ready()
+        batch = ended(client, batch.id)
+        assert (batch.status, len(rows(client, batch.output_file_id))) == ("completed", 1)
 
 
 def check_tenants(mesh: Mesh, acme: openai.OpenAI, bravo: openai.OpenAI) -> None:

@@ -66,8 +66,12 @@ def test_a_line_that_ends_its_workers_is_not_sent_for_ever(code: str) -> None:
     assert isinstance(judged(503, body, failures=2), Result)
 
 
-@pytest.mark.parametrize("status", [404, 500, 502, 504])
-def test_an_error_of_the_server_is_tried_again_up_to_the_limit(status: int) -> None:
+def test_a_line_that_no_worker_had_in_time_waits_however_often() -> None:
+    assert judged(504, pause=1.0, failures=99) == Retry(1.0, is_busy=True)
+
+
+@pytest.mark.parametrize("status", [401, 404, 500, 502, 504])
+def test_an_error_that_may_pass_is_tried_again_up_to_the_limit(status: int) -> None:
     assert [judged(status, failures=n) for n in range(2)] == [
         Retry(1.0, is_busy=False),
         Retry(2.0, is_busy=False),

@@ -476,6 +476,20 @@ def test_an_accepted_leg_may_run_until_the_deadline() -> None:
     assert not fixture.ports.aborted
 
 
+def test_a_request_that_no_worker_had_before_its_deadline_may_be_sent_again() -> None:
+    fixture = begin()
+    fixture.machine.on_timer(DEADLINE)
+    error = fixture.ports.outcome.error
+    assert isinstance(error, DeadlineExceeded)
+    assert (error.retryable, error.retry_after_s) == (True, 1.0)
+    fixture = begin()
+    fixture.run(11, now=10.0)
+    fixture.machine.on_timer(DEADLINE)
+    error = fixture.ports.outcome.error
+    assert isinstance(error, DeadlineExceeded)
+    assert (error.retryable, error.retry_after_s) == (False, None)
+
+
 def test_a_deadline_before_the_acceptance_timeout_wins() -> None:
     fixture = begin()
     fixture.place(11, now=99.0)
