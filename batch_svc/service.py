@@ -63,6 +63,8 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     async def ListFiles(
         self, request: batch_pb2.ListFilesRequest, context: Context
     ) -> batch_pb2.ListFilesResponse:
+        if "\0" in request.purpose:
+            raise InvalidRequest("'purpose' must not contain the character NUL.", "purpose")
         files, has_more = await self._files.page(
             request.owner.tenant,
             request.purpose,

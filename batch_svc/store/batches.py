@@ -88,9 +88,11 @@ class BatchStore:
 
     async def get(self, tenant: str, batch_id: str) -> BatchRow:
         """Raises NotFound, and Unavailable."""
-        rows = await self._database.fetch(
-            f"{_SELECT} WHERE id = $1 AND tenant = $2", batch_id, tenant
-        )
+        rows: Sequence[Row] = ()
+        if "\0" not in batch_id:  # PostgreSQL refuses to compare with it.
+            rows = await self._database.fetch(
+                f"{_SELECT} WHERE id = $1 AND tenant = $2", batch_id, tenant
+            )
         if not rows:
             raise NotFound(f"there is no batch {batch_id!r}", field="batch_id")
         return _batch(rows[0])

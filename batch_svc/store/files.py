@@ -121,6 +121,8 @@ class FileStore:
 
     async def get(self, tenant: str, file_id: str) -> StoredFile:
         """Raises NotFound, and Unavailable."""
+        if "\0" in file_id:  # PostgreSQL refuses to compare with it.
+            raise _no_file(file_id)
         rows = await self._database.fetch(
             f"SELECT {_COLUMNS} FROM files WHERE id = $1 AND tenant = $2 AND is_complete = 1",
             file_id,

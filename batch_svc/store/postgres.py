@@ -10,7 +10,7 @@ from typing import Any, Final
 import asyncpg
 
 from batch_svc.store.database import Row, lost
-from common.errors import Unavailable
+from common.errors import InvalidRequest, Unavailable
 
 _CONNECTIONS_MAX: Final = 8
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -100,8 +100,12 @@ class _PostgresTransaction:
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Raises Unavailable for the errors of a server that is lost."""
+    """Raises Unavailable for the errors of a server that is lost, and InvalidRequest for a text
+    that it cannot have."""
     try:
         yield
     except _LOST as error:
         raise lost(PostgresDatabase.name, error) from error
+    except asyncpg.CharacterNotInRepertoireError as error:
+        text = "the batch database cannot have a text with the character NUL"
+        raise InvalidRequest(text) from error

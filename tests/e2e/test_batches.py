@@ -178,7 +178,9 @@ def test_an_expired_batch_has_the_results_it_has_and_an_error_for_every_other_li
     file_id = upload(client, [completion(f"{n}", 400, ignore_eos=True) for n in range(lines)])
     batch = create(client, file_id)
     _await_more(client, batch.id)
-    with contextlib.closing(sqlite3.connect(mesh.folder / "batches.db", timeout=WAIT_S)) as database:
+    with contextlib.closing(
+        sqlite3.connect(mesh.folder / "batches.db", timeout=WAIT_S)
+    ) as database:
         # The end of its 24 hours.
         database.execute("UPDATE batches SET expires_at = 1 WHERE id = ?", (batch.id,))
         database.commit()
@@ -265,6 +267,13 @@ def _await_more(client: openai.OpenAI, batch_id: str) -> None:
 def _completed(client: openai.OpenAI, batch_id: str) -> int:
     counts = client.batches.retrieve(batch_id).request_counts
     return 0 if counts is None else counts.completed
+
+
+def test_an_id_that_no_text_of_a_database_can_be_is_not_found(mesh: Mesh) -> None:
+    for path in ("files/%00", "files/%00/content", "batches/%00", "batches/%FF"):
+        assert mesh.http.get(f"{mesh.url}/v1/{path}").status_code == 404
+    response = mesh.http.get(f"{mesh.url}/v1/files?purpose=%00")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "purpose")
 
 
 def test_without_a_batch_service_the_routes_state_the_reason(mesh: Mesh) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from batch_svc.core.limits import BatchLimits
 from batch_svc.core.lines import Line
 from batch_svc.core.results import Result
 from batch_svc.store.batches import BatchStore
+from batch_svc.store.database import Row
 from batch_svc.store.files import FileStore, Upload
 from batch_svc.store.lease import LeaseLost, RunnerLease
 from batch_svc.store.schema import create_tables
@@ -285,3 +286,31 @@ async def test_a_caller_that_is_cancelled_leaves_no_transaction_open(
         async with database.transaction() as transaction:
             await transaction.execute("DELETE FROM batches")
     assert await batches.newest(9) == []
+
+
+class NulRefusingDatabase(SqliteDatabase):
+    """Fails, as PostgreSQL does, for a text with NUL."""
+
+    async def fetch(self, sql: str, *values: object) -> Sequence[Row]:
+        assert not any(isinstance(one, str) and "\0" in one for one in values)
+        return await super().fetch(sql, *values)
+
+
+async def test_an_id_with_nul_is_that_of_no_file_and_no_batch(tmp_path: Path) -> None:
+    database = NulRefusingDatabase(tmp_path / "batches.db")
+    await database.open()
+    try:
+        await create_tables(database)
+        files, batches = FileStore(database, LIMITS, DAY_S), BatchStore(database, LIMITS)
+        with pytest.raises(NotFound):
+            await files.get("acme", "file-\0")
+        with pytest.raises(NotFound):
+            await files.page("acme", "", 10, "file-\0", ascending=False)
+        with pytest.raises(NotFound):
+            await files.delete("acme", "file-\0")
+        with pytest.raises(NotFound):
+            await batches.get("acme", "batch_\0")
+        with pytest.raises(NotFound):
+            await batches.cancel("acme", "batch_\0")
+    finally:
+        await database.close()
