@@ -6,7 +6,16 @@ from pathlib import Path
 
 from tools.dashboards import grafana
 from tools.dashboards.alerts import rules
-from tools.dashboards.boards import frontend, handoff, index, overview, routing, tenants, workers
+from tools.dashboards.boards import (
+    batches,
+    frontend,
+    handoff,
+    index,
+    overview,
+    routing,
+    tenants,
+    workers,
+)
 from tools.dashboards.catalog import catalog
 from tools.dashboards.model import Board
 from tools.dashboards.reference import reference_file
@@ -21,6 +30,7 @@ BOARDS: tuple[Board, ...] = (
     workers.BOARD,
     index.BOARD,
     tenants.BOARD,
+    batches.BOARD,
 )
 
 

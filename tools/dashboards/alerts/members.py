@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.dashboards.alerts.model import Alert, Example, counter, gauge
 
-_SERVICES = ("frontend", "router", "indexer", "worker")
+_SERVICES = ("frontend", "router", "indexer", "worker", "batch")
 _CERTIFICATE_DAYS = 14
 _DAY_S = 86_400
 

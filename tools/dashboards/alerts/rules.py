@@ -8,19 +8,26 @@ from typing import Any
 
 import yaml
 
-from tools.dashboards.alerts import members, serving, workers
+from tools.dashboards.alerts import batches, members, serving, workers
 from tools.dashboards.alerts.model import BEFORE_MIN, Alert
 
-ALERTS: tuple[Alert, ...] = (*serving.ALERTS, *workers.ALERTS, *members.ALERTS)
+ALERTS: tuple[Alert, ...] = (
+    *serving.ALERTS,
+    *workers.ALERTS,
+    *batches.ALERTS,
+    *members.ALERTS,
+)
 GROUPS: Mapping[str, tuple[Alert, ...]] = {
     "kvmesh-requests": serving.ALERTS,
     "kvmesh-workers": workers.ALERTS,
+    "kvmesh-batches": batches.ALERTS,
     "kvmesh-members": members.ALERTS,
 }
 RUNBOOK = "docs/runbook.md"
 _SECTIONS = {
     "Requests": serving.ALERTS,
     "Workers, handoffs, index": workers.ALERTS,
+    "Batches": batches.ALERTS,
     "Processes": members.ALERTS,
 }
 _GENERATED = "python -m tools.dashboards writes this file."
