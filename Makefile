@@ -175,7 +175,7 @@ batch-test: $(VENV)/.dev ## 10,000 lines of batches beside 32 streams; every ser
 rolling: $(VENV)/.dev ## Every service replaced by `meshctl restart --wait` under load, six meshes (minutes); last line is JSON
 	$(BIN)/python -m tests.chaos.rolling $(ARGS)
 
-compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, console, batch, ha; last line is JSON
+compose-test: $(VENV)/.dev ## Images and compose file in containers (root on Debian, podman): default, minimal, console, batch, gateway, ha; last line is JSON
 	$(BIN)/python -m tests.compose $(ARGS)
 
 # Checkov and the schemas of Kubernetes have an environment of their own.

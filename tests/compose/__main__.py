@@ -4,8 +4,9 @@
 
 Needs root on Debian, and the packages that it names. A base image of Debian's packages stands in
 for that of Python (BASE names another one), Debian's Consul and Prometheus and a receiver of spans
-for the images of registries. Cases: default, minimal, console, ha; also sglang, which is run if it
-is named (3 GB of packages). Prints one JSON line a case; the last line sums them up:
+for the images of registries. Cases: default, minimal, console, batch, gateway, ha; also
+sglang, which is run if it is named (3 GB of packages). Prints one JSON line a case; the last line
+sums them up:
 
     errors, inexact    requests that failed; responses that differ from the sim model
     longest_pause_s    longest time in which a client of `ha` received nothing; null: not measured
@@ -54,7 +55,7 @@ FRONTEND_URL, SECOND_URL = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 MESH = ("frontend", "router", "indexer", "prefill", "decode", "decode-2")
 SECOND = ("frontend-2", "router-2", "indexer-2", "prefill-2")
 STAND_INS = ("collector", "prometheus")
-BUILT = ("frontend", "router", "indexer", "worker", "console", "batch", "mesh")
+BUILT = ("frontend", "router", "indexer", "worker", "console", "batch", "epp", "mesh")
 SGLANG = ("frontend", "router", "indexer", "sglang-prefill", "sglang-decode")
 # One of each image, in which the CPU time of the health check is measured.
 MEASURED = ("frontend", "router", "indexer", "decode")
@@ -180,6 +181,19 @@ def run_batch(engine: Engine) -> Report:
     return report
 
 
+def run_gateway(engine: Engine) -> Report:
+    """The services of the default profile with an endpoint picker."""
+    report = Report("gateway")
+    engine.env.pop("KVMESH_OTLP_ENDPOINT", None)
+    services = (*MESH, "consul", "epp")
+    with started(engine, report, "--profile", "gateway", services=services) as is_up:
+        if is_up:
+            report.check("picks", lambda: checks.check_picks("127.0.0.1:9002"))
+            report.check("hardening", lambda: checks.check_hardening(engine, ("epp",)))
+            _measure_health(engine, report, ("epp",))
+    return report
+
+
 def run_ha(engine: Engine) -> Report:
     """Two of each service and three Consul servers; each container is replaced under load."""
     report = Report("ha")
@@ -264,10 +278,11 @@ CASES: dict[str, Callable[[Engine], Report]] = {
     "minimal": run_minimal,
     "console": run_console,
     "batch": run_batch,
+    "gateway": run_gateway,
     "ha": run_ha,
     "sglang": run_sglang,
 }
-RUN_BY_DEFAULT = ("default", "minimal", "console", "batch", "ha")
+RUN_BY_DEFAULT = ("default", "minimal", "console", "batch", "gateway", "ha")
 
 
 def run_cases(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
@@ -300,7 +315,7 @@ def prepare(engine: Engine, names: Sequence[str], *, is_compiled: bool) -> dict[
     times = {"base": round(time.monotonic() - begun, 1)}
     extra = tuple(name for name in names if name == "sglang")
     times |= engine.build(
-        base, ("ha", "minimal", "console", "batch", *extra), is_compiled=is_compiled
+        base, ("ha", "minimal", "console", "batch", "gateway", *extra), is_compiled=is_compiled
     )
     print(json.dumps({"case": "build", "times_s": times}), flush=True)
     images = (*BUILT, *(f"worker-{name}" for name in extra))

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from tests.compose.engine import ROOT, Engine, EngineFailed
+from tests.kit.gateways import pick
 from tests.kit.oracle import Oracle
 from tests.kit.waiting import wait_for
 
@@ -119,6 +120,15 @@ def check_chats(url: str, count: int) -> dict[str, Any]:
         else:
             inexact += text != oracle.chat(content, 16).text
     return {"requests": count, "errors": errors, "inexact": inexact}
+
+
+def check_picks(address: str) -> None:
+    """Raises AssertionError if an endpoint picker does not read a request of a gateway: the sim
+    workers are no servers, so it responds that there is none for the model."""
+    found = pick(address, {"model": "sim", "messages": [{"role": "user", "content": "x"}]})
+    assert found.status == 503, found
+    unknown = pick(address, {"model": "absent", "messages": [{"role": "user", "content": "x"}]})
+    assert unknown.status == 404, unknown
 
 
 def check_batch(url: str, count: int) -> dict[str, Any]:

@@ -59,6 +59,7 @@ PROFILES = {
     "minimal": {"mesh"},
     "console": {"console"},
     "batch": {"batch"},
+    "gateway": {"epp"},
     "observe": {"collector", "jaeger", "prometheus", "grafana"},
 }
 CONSOLE_OTLP_URL = "http://console:8071"
@@ -365,7 +366,7 @@ def test_the_compose_file_has_no_secret_and_every_secret_is_read_from_a_volume()
     assert mounts.pop("prometheus") == {"metrics-secrets"}
     targets = {name: s.get("build", {}).get("target") for name, s in COMPOSE["services"].items()}
     services = {name for name in mounts if targets[name] in CONFIGS} - {"sglang-model"}
-    assert len(services) == 14
+    assert len(services) == 15
     assert {name for name, found in mounts.items() if found} == services
     assert not any("consul-secrets" in found for found in mounts.values())
 

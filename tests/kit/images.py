@@ -9,6 +9,7 @@ from pathlib import Path
 from batch_svc.config import BatchConfig
 from common.runtime.config import ServiceConfig, read_config
 from console_svc.config import ConsoleConfig
+from epp_svc.config import EppConfig
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from router_svc.config import RouterConfig
@@ -24,6 +25,7 @@ CONFIGS: dict[str, tuple[type[ServiceConfig], str]] = {
     "worker-sglang": (WorkerConfig, "WORKER"),
     "console": (ConsoleConfig, "CONSOLE"),
     "batch": (BatchConfig, "BATCH"),
+    "epp": (EppConfig, "EPP"),
 }
 
 
