@@ -31,6 +31,7 @@ from epp_svc.service import Picker
 from epp_svc.wire import SERVICE_NAME
 from frontend_svc.mesh_client import MeshClient, wait_loaded
 from frontend_svc.models import tokenizer_files
+from frontend_svc.models.alias_file import AliasFile
 from frontend_svc.recent_requests import service as recent_requests
 from frontend_svc.recent_requests.ring import RecentRequests
 from frontend_svc.recent_requests.service import RecentRequestServicer
@@ -60,17 +61,21 @@ class EppApp(ServiceApp[EppConfig]):
         super().__init__(
             "frontend", config, instance_id=instance_id, member_key=member_key, registry=registry
         )
+        rng = Random()
         self._mesh = mesh = MeshClient(
             self.instance_id,
             config,
             self._registry,
             self._security,
             Trials((tokenizer_files.PREPARE,)),
-            Random(),
+            rng,
             self._stalled_s,
             open_requests=lambda: dict(self._placing.open_picks),
         )
-        self._placing = Placing(mesh.router, mesh.models, mesh.engines, config.fallbacks)
+        self._placing = Placing(mesh.router, mesh.models, mesh.engines, config.fallbacks, rng)
+        self._aliases: AliasFile | None = None
+        if config.aliases:
+            self._aliases = AliasFile(config.aliases, mesh.models.use_aliases)
         self.metrics = Metrics(lambda: self._picker.open_requests, lambda: mesh.router.unrouted)
         self._picker = Picker(self._placing, self.metrics, config)
         self._gateway_calls = RunningCalls()
@@ -83,6 +88,8 @@ class EppApp(ServiceApp[EppConfig]):
         frontend_pb2_grpc.add_RecentRequestServiceServicer_to_server(
             RecentRequestServicer(RecentRequests(0, self._mesh.members)), self._server
         )
+        if self._aliases is not None and self._aliases.path is not None:
+            lifecycle.spawn(self._aliases.follow(), name="aliases")
         await wait_loaded(await self._mesh.start(lifecycle), START_S)
         self._serve_metrics(self.metrics.registry)
         await self._serve_gateways(lifecycle)

@@ -9,9 +9,11 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
+from common.errors import InvalidRequest
 from common.runtime.config import Names, Port, ServiceConfig
 from common.runtime.hosts import is_loopback
 from epp_svc.core.hints import parse_objectives
+from frontend_svc.models.alias_file import read_aliases
 
 
 class EppConfig(ServiceConfig):
@@ -37,6 +39,10 @@ class EppConfig(ServiceConfig):
     0."""
     fallbacks: Annotated[int, Field(ge=0, le=16)] = 2
     """Endpoints beside the chosen one that the gateway may try if that does not respond."""
+    aliases: str = ""
+    """JSON object of names whose requests several models share by weight, or the path of a file
+    with one, which is read again when it changes: as of a frontend, which should have the same.
+    docs/operate/aliases.md has its keys."""
     pick_timeout_s: Annotated[float, Field(ge=0.05, le=600)] = 30.0
     """Seconds in which a request must be placed, the router's queue included; else it is shed
     (429). Must be below the message timeout of the gateway."""
@@ -58,6 +64,10 @@ class EppConfig(ServiceConfig):
             _ = self.priorities
         except ValueError as error:
             found.append(f"objectives: {error}")
+        try:
+            read_aliases(self.aliases)
+        except (OSError, InvalidRequest) as error:
+            found.append(f"aliases: {error}")
         cert, key = self.ext_proc_tls_cert_path, self.ext_proc_tls_key_path
         if (cert is None) != (key is None) or (self.ext_proc_tls_ca_path and cert is None):
             found.append(

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 from common.errors import MeshError, Overloaded, Unavailable
 from common.registry.instances import Instance
@@ -16,6 +17,7 @@ from epp_svc.core.hints import Hints
 from epp_svc.core.messages import Pick
 from epp_svc.prompts import PromptTokens, ReadBody, find_model, tokenize_body, tokenized_model
 from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.variants import VariantChoice, choose, sticky_key
 from frontend_svc.request.conversation import affinity_key
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest, new_placement
 from frontend_svc.routers.client import RouterClient
@@ -39,6 +41,8 @@ class Booked:
 
     prompt: PromptTokens
     worker_id: int
+    choice: VariantChoice | None = None
+    """Of a request to a configured alias."""
 
 
 class Placing:
@@ -50,11 +54,13 @@ class Placing:
         models: ModelCatalog,
         engines: EngineClient,
         fallbacks: int,
+        rng: Random,
     ) -> None:
         self._router = router
         self._models = models
         self._engines = engines
         self._fallbacks = fallbacks
+        self._rng = rng
         self.open_picks: Counter[int] = Counter()
         """Open bookings by worker."""
 
@@ -66,17 +72,21 @@ class Placing:
         subset: tuple[str, ...] | None,
         limit_s: float,
         conversation: bytes = b"",
+        session: bytes = b"",
     ) -> Booked:
         """Returns a placement with a booking, which `free` ends. A cancelled call leaves none.
 
-        conversation: the client's name of it; see `conversation_name`.
+        - conversation: the client's name of it; see `conversation_name`.
+        - session: its session; b"": the conversation is it.
 
         Raises Unavailable without an endpoint, UnknownModel, InvalidRequest, and Overloaded if the
         mesh is full, or if the router does not place the request within `limit_s`.
         """
         loop = asyncio.get_running_loop()
         arrived_at = loop.time()
-        name = find_model(self._models, hints.model or body.model)
+        name = hints.model or body.model
+        choice = self._choose(name, hints, session or conversation)
+        name = find_model(self._models, name if choice is None else choice.model)
         model = tokenized_model(self._models, name, body)
         workers = self._models.workers(name)
         endpoints = find_endpoints(name, workers, subset)
@@ -110,7 +120,7 @@ class Placing:
         order = retry_order(endpoints, worker_id, excluded, self.open_picks, self._fallbacks)
         self.open_picks[worker_id] += 1
         pick = Pick(order, _new_body(body, hints, name, base, worker))
-        return Booked(key, placement, decision, endpoints, pick, name, prompt, worker_id)
+        return Booked(key, placement, decision, endpoints, pick, name, prompt, worker_id, choice)
 
     def prefill_done(self, booked: Booked) -> None:
         self._router.prefill_done(booked.key)
@@ -140,6 +150,17 @@ class Placing:
         self.open_picks[booked.worker_id] -= 1
         if self.open_picks[booked.worker_id] <= 0:
             del self.open_picks[booked.worker_id]
+
+    def _choose(self, name: str, hints: Hints, session: bytes) -> VariantChoice | None:
+        """Returns the variant for a request to a configured alias; None: the name is none. Raises
+        Unavailable if no worker has ever served it."""
+        alias = self._models.weighted_aliases.get(name)
+        if alias is None:
+            return None
+        key = sticky_key(alias, session, hints.tenant)
+        chosen = choose(name, alias, key, self._models.is_served, self._rng)
+        self._models.check_choice(chosen)
+        return chosen
 
     async def _decide(
         self, key: PlacementKey, placement: PlacementRequest, until: float

@@ -26,7 +26,7 @@ from epp_svc.metrics import Metrics
 from epp_svc.placing import Booked, Placing
 from epp_svc.prompts import ReadBody, read_body
 from epp_svc.wire import read_part, write_answer
-from frontend_svc.request.conversation import conversation_name
+from frontend_svc.request.conversation import SESSION_HEADER, conversation_name
 from kvmesh.extproc.v1 import extproc_pb2 as pb
 
 PATH, CLIENT_ID = ":path", "x-request-id"
@@ -110,7 +110,13 @@ class Picker:
             body = await read_body(exchange.body, head.headers.get(PATH, ""))
             limit_s = config.shed_after_s if hints.is_sheddable else config.pick_timeout_s
             booked = await self._placing.place(
-                request.id, body, hints, head.subset, limit_s, _conversation(head, body)
+                request.id,
+                body,
+                hints,
+                head.subset,
+                limit_s,
+                _conversation(head, body),
+                head.headers.get(SESSION_HEADER.decode(), "").encode(),
             )
         except MeshError as error:
             request.error = error
@@ -200,6 +206,8 @@ def _booked_fields(booked: Booked) -> dict[str, object]:
         "predicted_cached_tokens": decision.predicted_cached_tokens,
         "routing": list(decision.reasons),
     }
+    if (choice := booked.choice) is not None:
+        fields["alias"] = choice.alias
     if decision.queued_ms:
         fields["queued_ms"] = decision.queued_ms
     if booked.prompt.unread:

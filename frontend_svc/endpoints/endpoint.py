@@ -56,10 +56,10 @@ from frontend_svc.errors import (
     refusal_code,
 )
 from frontend_svc.metrics.families import BATCH_ENDPOINT, DeploymentState, RequestMeter
-from frontend_svc.models.catalog import NO_WORKER, ModelCatalog
+from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
-from frontend_svc.models.variants import VariantChoice, choose
+from frontend_svc.models.variants import VariantChoice, choose, sticky_key
 from frontend_svc.openai.body.nvext import Nvext
 from frontend_svc.openai.body.parsing import named_model
 from frontend_svc.openai.body.preprocessing import strict_priority
@@ -260,19 +260,12 @@ class PostEndpoint(ABC, Generic[P]):
         alias = self._models.weighted_aliases.get(name)
         if alias is None:
             return name
-        match alias.sticky:
-            case "session":
-                key = context.headers.get(SESSION_HEADER, b"") or conversation
-            case "tenant":
-                key = context.caller.tenant.encode()
-            case "none":
-                key = b""
+        session = context.headers.get(SESSION_HEADER, b"") or conversation
+        key = sticky_key(alias, session, context.caller.tenant)
         chosen = choose(name, alias, key, self._models.is_served, self._rng)
         context.progress.choice = chosen
         self._state.frontend.alias_requests(name, chosen.model, _reason(chosen)).inc()
-        if not self._models.is_served(chosen.model) and self._models.is_unknown(chosen.model):
-            text = f"no worker serves {chosen.model!r}, which is to serve this request to {name!r}"
-            raise Unavailable(text, 1.0, reason=NO_WORKER)
+        self._models.check_choice(chosen)
         return chosen.model
 
     def make_plan(

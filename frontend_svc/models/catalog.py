@@ -49,6 +49,7 @@ from frontend_svc.models.served_model import ServedModel, build_model
 from frontend_svc.models.tokenizer_files import PREPARE
 from frontend_svc.models.tokenizer_trials import TokenizerTrials
 from frontend_svc.models.variants import Aliases as WeightedAliases
+from frontend_svc.models.variants import VariantChoice
 
 NO_WORKER = "NO_WORKER"
 MODEL_REFUSED = "MODEL_REFUSED"
@@ -193,6 +194,12 @@ class ModelCatalog:
     def weighted_aliases(self) -> WeightedAliases:
         """The configured aliases, whose requests several models share."""
         return self._weighted_aliases
+
+    def check_choice(self, choice: VariantChoice) -> None:
+        """Raises Unavailable if no worker has ever served the model of a request to an alias."""
+        if not self.is_served(choice.model) and self.is_unknown(choice.model):
+            text = f"no worker serves {choice.model!r}, which is to serve this request to"
+            raise Unavailable(f"{text} {choice.alias!r}", 1.0, reason=NO_WORKER)
 
     def use_aliases(self, aliases: WeightedAliases) -> None:
         self._weighted_aliases = aliases

@@ -124,6 +124,20 @@ def _invalid(path: str, text: str) -> InvalidRequest:
     return InvalidRequest(f"Invalid '{path}': {text}.", path)
 
 
+def sticky_key(alias: WeightedAlias, session: bytes, tenant: str) -> bytes:
+    """Returns the key by which requests have one variant; b"": each draws its own.
+
+    - session: the name of the conversation; b"": it has none.
+    """
+    match alias.sticky:
+        case "session":
+            return session
+        case "tenant":
+            return tenant.encode()
+        case "none":
+            return b""
+
+
 def choose(
     name: str, alias: WeightedAlias, key: bytes, is_served: Callable[[str], bool], rng: Random
 ) -> VariantChoice:

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.slow
 # A system prompt of some pages, and what differs.
 LONG = " ".join(f"rule {number}: answer in words" for number in range(40))
 OBJECTIVES = "--objectives=high=5,batch=-1"
+# Of the second picker.
+ALIASES = {
+    "chat": {"variants": [{"model": MODEL, "weight": 1}, {"model": "absent", "weight": 0}]},
+    "safe": {"variants": [{"model": "absent"}], "fallback": [MODEL]},
+    "gone": {"variants": [{"model": "absent"}]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,7 @@ def other(mesh: PickerMesh, servers: list[CachingServer], picker: Service) -> Se
     """A picker that starts when the servers have a prompt."""
     served(servers[1], chat("first"))
     await_events(mesh, chat("second"), CHAT)
-    return mesh.add_picker("other")
+    return mesh.add_picker("other", f"--aliases={json.dumps(ALIASES)}")
 
 
 def address(picker: Service) -> str:
@@ -204,6 +210,20 @@ def test_an_unknown_model_is_a_404_and_a_rewrite_names_another(
     found = pick(address(picker), chat("x", model="other"), headers=rewrite)
     assert found.json == chat("x")
     assert found.status == 0
+    no_bookings(mesh)
+
+
+def test_an_alias_names_its_variant_or_its_fallback_to_the_server(
+    mesh: PickerMesh, other: Service
+) -> None:
+    for alias in ("chat", "safe"):
+        found = pick(address(other), chat("x", model=alias), headers={"x-request-id": alias})
+        assert found.json == chat("x"), "the body has the model of the server"
+        line = line_of(other, alias)
+        assert (line["alias"], line["model"]) == (alias, MODEL)
+    found = pick(address(other), chat("x", model="gone"))
+    assert found.status == 503
+    assert "'absent'" in found.json["error"]["message"]
     no_bookings(mesh)
 
 

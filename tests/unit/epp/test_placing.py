@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ class Router:
 
 class Models:
     """One model whose server has another name for it."""
+
+    weighted_aliases: Mapping[str, object] = {}
 
     def __init__(self, *workers: Instance) -> None:
         self._workers = workers
@@ -82,7 +85,7 @@ def placing_of(router: Router, given: Engines | None = None) -> Placing:
     engines: Any = Engines() if given is None else given
     models: Any = Models(worker(1), worker(2))
     router_client: Any = router
-    return Placing(router_client, models, engines, fallbacks=1)
+    return Placing(router_client, models, engines, fallbacks=1, rng=Random(1))
 
 
 async def place(placing: Placing, limit_s: float = 10.0) -> Any:
