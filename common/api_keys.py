@@ -28,8 +28,8 @@ class Permission(StrEnum):
     """What a key permits.
 
     INFER: generation, stored responses, files and batches, token counts and tokenizing. EMBEDDINGS:
-    `/v1/embeddings`. ADMIN: metrics and `/health`. ROUTING: hints that choose a worker or a place
-    in the queue. EXPLAIN: where a request runs, and what was cached.
+    `/v1/embeddings`, `/v1/rerank`, `/v1/score`. ADMIN: metrics and `/health`. ROUTING: hints that
+    choose a worker or a place in the queue. EXPLAIN: where a request runs, and what was cached.
     """
 
     INFER = "infer"

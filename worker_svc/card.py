@@ -32,7 +32,7 @@ _CARD_SETTINGS = {
 }
 
 # Kinds of requests that a worker of token ids can serve.
-ENDPOINT_KINDS = ("chat", "completions", "embedding")
+ENDPOINT_KINDS = ("chat", "completions", "embedding", "score")
 
 
 def served_model_type(kinds: Sequence[str]) -> ModelType:
@@ -55,14 +55,14 @@ def build_card(
     control_tokens_in_text: bool = False,
     aliases: Sequence[str] = (),
 ) -> ModelCard:
-    """Returns the card with its artifacts inline. kinds: requests to serve; empty: all of the
-    engine.
+    """Returns the card with its artifacts inline. kinds: requests to serve; empty: the `kinds` of
+    the engine.
 
     Raises InvalidRequest naming a missing file, or a kind that the engine does not serve.
     """
     for kind in kinds:
-        if kind not in config.kinds:
-            text = f"the engine serves {', '.join(config.kinds)}, but not {kind}"
+        if kind not in (offered := (*config.kinds, *config.kinds_on_request)):
+            text = f"the engine serves {', '.join(offered)}, but not {kind}"
             raise InvalidRequest(text, "serve")
     is_text = config.model_input == "text"
     if not is_text and (missing := find_missing_files(folder)):

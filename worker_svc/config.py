@@ -69,8 +69,8 @@ class WorkerConfig(ServiceConfig):
     """Folder with tokenizer.json and tokenizer_config.json; for the sim also with sim.json, as
     written by python -m worker_svc.engines.sim.make_model. Unset: the model of the sim."""
     serve: Names | None = None
-    """Some of chat, completions, embedding, if the worker shall not serve all that its engine can.
-    Unset: all."""
+    """Some of chat, completions, embedding, score, if the worker shall not serve what its engine
+    serves by default. The sim serves scores only if they are named here. Unset: the default."""
     tool_call_parser: str | None = None
     """How the model writes tool calls: hermes, qwen25, qwen3, qwen3_coder, glm45, llama3_json,
     mistral, pythonic, deepseek_v3, deepseek_v3_1, kimi_k2, gpt_oss. Unset: hermes for the built-in

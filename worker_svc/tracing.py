@@ -17,7 +17,7 @@ from common.runtime import telemetry
 from worker_svc.engines.contract import LLMEngineOutput
 
 SPAN_NAME = "engine.generate"
-_OPERATIONS = {"embedding": "embeddings"}
+_OPERATIONS = {"embedding": "embeddings", "score": "score"}
 
 
 class GenerateSpans:

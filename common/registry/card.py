@@ -43,6 +43,7 @@ class ModelType(Flag):
     COMPLETIONS = auto()
     EMBEDDING = auto()
     PREFILL = auto()
+    SCORE = auto()
 
 
 def parse_model_type(names: Iterable[str]) -> ModelType:

@@ -38,6 +38,7 @@ _PHASE_TO_PROTO = {
     "prefill": engine_pb2.PHASE_PREFILL,
     "decode": engine_pb2.PHASE_DECODE,
     "embedding": engine_pb2.PHASE_EMBEDDING,
+    "score": engine_pb2.PHASE_SCORE,
 }
 _PHASE_FROM_PROTO = {number: name for name, number in _PHASE_TO_PROTO.items()}
 _TIMEOUT_MS_MAX = 2**32 - 1

@@ -124,7 +124,7 @@ class CanaryMonitor:
         """Returns whether a request of a client was served as a canary is since the call before:
         with tokens, and by a pair if the model has one."""
         success = self._take_success(engine.name)
-        if success is None or table == "embeddings":
+        if success is None or table in ("embeddings", "scores"):
             return success is not None
         return success.has_tokens and (success.is_pair or not has_pair(workers))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import orjson
 
@@ -15,9 +16,10 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.preprocessing import to_preprocessed
 from frontend_svc.openai.body.schema import CompletionRequest
 from frontend_svc.request.placement_request import PlacementRequest
-from frontend_svc.request.types import PassThroughPayload, RequestPlan
+from frontend_svc.request.types import PassThroughPayload, Pooling, RequestPlan
 
 PROMPT = "Hello"
+_POOLING: Mapping[Table, Pooling] = {"embeddings": "embedding", "scores": "score"}
 
 
 async def make_canary(
@@ -48,16 +50,19 @@ async def make_canary(
         attempts_max=config.attempts_max,
         accept_timeout_s=config.accept_timeout_s,
         body=body,
-        is_embedding=table == "embeddings",
+        pooling=_POOLING.get(table, ""),
     )
     return plan, PlacementRequest(query, now)
 
 
 async def _prepare(table: Table, model: ServedModel) -> PreprocessedRequest:
-    """Returns the prompt as the endpoints of completions and embeddings prepare it."""
+    """Returns the prompt as the endpoints of completions, embeddings and scores prepare it."""
     card = model.card
-    token_ids = await model.encode(PROMPT, special_tokens=True)
-    if table == "embeddings":
+    if table == "scores":
+        (token_ids,) = await model.encode_pairs([(PROMPT, PROMPT)])
+    else:
+        token_ids = await model.encode(PROMPT, special_tokens=True)
+    if table in _POOLING:
         return PreprocessedRequest(
             model=model.name, token_ids=TokenIds.of(token_ids), card_checksum=model.checksum
         )

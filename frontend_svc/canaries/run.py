@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from common.errors import DeadlineExceeded, MeshError
 from common.request.embedding import load_vector
 from common.request.preprocessed import TokenLogprob
+from common.request.score import load_score
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.leg import Leg
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.ports import AbortHandle, WorkerPort
-from frontend_svc.request.types import RequestOutcome, RequestPlan
+from frontend_svc.request.types import Pooling, RequestOutcome, RequestPlan
+
+# Raise MeshError for a chunk without the result.
+_LOAD_RESULT: Mapping[Pooling, Callable[[bytes], object]] = {
+    "embedding": load_vector,
+    "score": load_score,
+}
 
 
 class Stage(StrEnum):
@@ -109,9 +116,9 @@ class _Response:
 
     def problem(self, plan: RequestPlan) -> MeshError | None:
         """Returns what is wrong with a complete response."""
-        if plan.is_embedding:
+        if plan.pooling:
             try:
-                load_vector(self._chunk)
+                _LOAD_RESULT[plan.pooling](self._chunk)
             except MeshError as error:
                 return error
         return None

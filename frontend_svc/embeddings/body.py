@@ -1,6 +1,6 @@
 """Bodies of `/v1/embeddings` and their responses (pure).
 
-Honoured: model, input (a text, token ids, or up to INPUTS_MAX of them), encoding_format (float,
+Honoured: model, input (a text, token ids, or up to PROMPTS_MAX of them), encoding_format (float,
 base64), dimensions. Accepted without effect: user, and `CallerFields` of
 `openai/body/ignored.py`. Any other name is refused as unknown.
 """
@@ -8,18 +8,17 @@ base64), dimensions. Accepted without effect: user, and `CallerFields` of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import orjson
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from common.errors import InvalidRequest, PromptTooLong
+from common.errors import InvalidRequest
 from common.request.embedding import Vector, to_base64
 from common.request.preprocessed import TokenIds
 from frontend_svc.openai.body.fields import (
     LIST,
     MANY_PROMPTS,
-    MODEL_CHARS_MAX,
     TEXT,
     TOKEN_IDS,
     U32,
@@ -28,42 +27,31 @@ from frontend_svc.openai.body.fields import (
     prompt_kind,
     wrong_type,
 )
-from frontend_svc.openai.body.ignored import CallerFields
 from frontend_svc.openai.body.parsing import parse_json_object
 from frontend_svc.openai.body.validation_errors import invalid_value
 from frontend_svc.openai.output.json_bytes import compact_json
+from frontend_svc.pooling.request import PROMPTS_MAX, TOKENS_MAX, PoolingRequest, Text
 
-INPUTS_MAX = 2048
-# Of all inputs of one request together.
-TOKENS_MAX = 300_000
-# `code` of the error above it, in upper case.
-TOO_MANY_TOKENS = "TOO_MANY_TOKENS"
-
-_Text = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[list[U32], Field(min_length=1, max_length=TOKENS_MAX, fail_fast=True)]
 
 
-class EmbeddingRequest(CallerFields):
+class EmbeddingRequest(PoolingRequest):
     """The body of `/v1/embeddings`."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
+    prompts_field: ClassVar[str] = "input"
+
     input: Annotated[
-        Annotated[_Text, Tag(TEXT)]
+        Annotated[Text, Tag(TEXT)]
         | Annotated[
-            list[_Text], Field(min_length=1, max_length=INPUTS_MAX, fail_fast=True), Tag(LIST)
+            list[Text], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True), Tag(LIST)
         ]
         | Annotated[_Tokens, Tag(TOKEN_IDS)]
-        | Annotated[list[_Tokens], Field(max_length=INPUTS_MAX, fail_fast=True), Tag(MANY_PROMPTS)]
+        | Annotated[list[_Tokens], Field(max_length=PROMPTS_MAX, fail_fast=True), Tag(MANY_PROMPTS)]
         | Annotated[Any, wrong_type("a string, token ids, or a list of them"), Tag(WRONG_TYPE)],
         Discriminator(prompt_kind),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: AtLeastOne | None = None
-    user: str | None = None
-
-    @property
-    def is_stream(self) -> bool:
-        return False
 
     @property
     def texts(self) -> list[str] | None:
@@ -80,8 +68,7 @@ class EmbeddingRequest(CallerFields):
             return cast("list[list[int]]", self.input)
         return [cast("list[int]", self.input)]
 
-    def input_name(self, index: int) -> str:
-        """Returns the path of an input in the body."""
+    def prompt_name(self, index: int) -> str:
         is_single = isinstance(self.input, str) or isinstance(self.input[0], int)
         return "input" if is_single else f"input[{index}]"
 
@@ -95,27 +82,12 @@ def parse_embedding(body: bytes) -> EmbeddingRequest:
         raise invalid_value(error) from None
 
 
-def check_lengths(request: EmbeddingRequest, counts: Sequence[int], context_length: int) -> None:
-    """Raises PromptTooLong if an input does not fit, and InvalidRequest if all together have more
-    than TOKENS_MAX tokens. counts: tokens of each input, or lower bounds. context_length: 0:
-    unknown; engines need one position for themselves."""
-    for index, count in enumerate(counts):
-        if context_length and count >= context_length:
-            name = request.input_name(index)
-            text = f"expected at most {context_length - 1} tokens, but got {count}"
-            raise PromptTooLong(f"Invalid '{name}': {text}.", name)
-    if (total := sum(counts)) > TOKENS_MAX:
-        text = f"expected at most {TOKENS_MAX} tokens in all inputs together, but got {total}"
-        message = f"Invalid 'input': {text}; send several requests."
-        raise InvalidRequest(message, "input", reason=TOO_MANY_TOKENS)
-
-
 def check_vocabulary(request: EmbeddingRequest, inputs: Sequence[TokenIds], size: int) -> None:
     """Raises InvalidRequest for a token id that is not below `size`."""
     for index, token_ids in enumerate(inputs):
         largest = token_ids.largest
         if largest >= size:
-            name = request.input_name(index)
+            name = request.prompt_name(index)
             text = f"token {largest} is not in the vocabulary of {size}"
             raise InvalidRequest(f"Invalid '{name}': {text}.", name)
 

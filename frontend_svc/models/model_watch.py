@@ -26,7 +26,7 @@ E = TypeVar("E")
 # Key of Instance.meta.
 MODEL_TYPE_KEY: Final = "model_type"
 
-Table = Literal["chat", "completions", "embeddings"]
+Table = Literal["chat", "completions", "embeddings", "scores"]
 TABLES: tuple[Table, ...] = get_args(Table)
 LogLevel = Literal["debug", "info", "error"]
 
@@ -146,11 +146,11 @@ def plan_tables(
                 raise InvalidRequest(f"missing model deployment card: {reason}", "card_checksum")
     table_by_type: dict[ModelType, Table]
     table_by_type = {ModelType.CHAT: "chat", ModelType.COMPLETIONS: "completions"}
-    if card.requires_preprocessing:  # embeddings need token ids
-        table_by_type[ModelType.EMBEDDING] = "embeddings"
+    if card.requires_preprocessing:  # embeddings and scores need token ids
+        table_by_type |= {ModelType.EMBEDDING: "embeddings", ModelType.SCORE: "scores"}
     tables = tuple(table for flag, table in table_by_type.items() if flag in card.model_type)
     if not tables:
-        text = f"the card of {card.name!r} offers neither chat nor completions nor embeddings"
+        text = f"the card of {card.name!r} offers neither chat, completions, embeddings nor scores"
         raise InvalidRequest(text, "model_type")
     return tables
 

@@ -152,6 +152,28 @@ class ServedModel:
             return encode_all()
         return await self._in_thread(encode_all)
 
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], second_max: int | None = None
+    ) -> list[list[int]]:
+        """Returns the token ids of pairs of texts, joined as the tokenizer joins them; together
+        long ones are encoded in a thread. second_max: the second texts are cut behind so many
+        tokens; None: not."""
+
+        def encode_all() -> list[list[int]]:
+            cut = [(first, self._first_tokens(second, second_max)) for first, second in pairs]
+            return [self.tokenizer.encode(first, second).ids for first, second in cut]
+
+        if self._encodes_inline(sum(len(first) + len(second) for first, second in pairs)):
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
+
+    def _first_tokens(self, text: str, count: int | None) -> str:
+        """Returns the text of the first `count` tokens of a text; None: all of it."""
+        if count is None:
+            return text
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return text[: encoding.offsets[count - 1][1]] if len(encoding.ids) > count else text
+
     async def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a rendered prompt; the chat template writes the special tokens
         itself."""

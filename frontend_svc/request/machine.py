@@ -159,7 +159,7 @@ class RequestMachine:
             return  # freed when the attempt was abandoned
         if self._worker_wait is not None:
             self._worker_wait.end()
-        if self.plan.is_embedding:
+        if self.plan.pooling:
             placed = _prefill_only(placed)
         self._placed = placed
         if self.plan.is_query_only:
@@ -171,7 +171,7 @@ class RequestMachine:
             self._finish(FinishReason.ERROR, Unsupported("model", message))
         elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_timeout_s)
-            self._submit_main("embedding" if self.plan.is_embedding else "", now)
+            self._submit_main(self.plan.pooling, now)
         else:
             self._await_acceptance(now, self.plan.pair_accept_timeout_s)
             self._submit_prefill(placed.prefill, now)
@@ -299,7 +299,7 @@ class RequestMachine:
         self._ports.emit(token_ids, logprobs)
 
     def leg_chunk(self, leg: Leg, json: bytes) -> None:
-        if self.plan.body is None and not self.plan.is_embedding:
+        if self.plan.body is None and not self.plan.pooling:
             self._prompt_chunk(leg, json)
             return
         leg.delivered += 1
@@ -610,7 +610,7 @@ class RequestMachine:
 
 
 def _prefill_only(placed: Decision) -> Decision:
-    """Returns the placement of an embedding: of a pair, the prefill worker, which computes the
+    """Returns the placement of a pooled prompt: of a pair, the prefill worker, which computes the
     prompt."""
     prefill = placed.prefill
     if prefill is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from common.errors import MeshError
 from common.request.placement import Decision
@@ -12,6 +12,8 @@ from common.request.preprocessed import (
     FinishReason,
     PreprocessedRequest,
 )
+
+Pooling: TypeAlias = Literal["", "embedding", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,9 @@ class RequestPlan:
     """Sent in place of `request`; the response then consists of chunks, and token counts are
     unknown."""
 
-    is_embedding: bool = False
-    """Whether the response is one chunk with the prompt's vector, which a retry sends again."""
+    pooling: Pooling = ""
+    """What is computed of the prompt, which is then not continued: its vector, or its score. The
+    response is one chunk with it, which a retry sends again. "": the prompt is continued."""
 
     is_query_only: bool = False
     """Whether the outcome is the placement; it is not booked, and no worker receives the request.

@@ -204,12 +204,6 @@ async def refuse_compaction(_: PlainRequest) -> NoReturn:
     raise Unimplemented(text)
 
 
-async def refuse_rank(_: PlainRequest) -> NoReturn:
-    """Raises Unimplemented."""
-    text = "no engine of this server ranks or scores texts; compare their embeddings instead"
-    raise Unimplemented(text)
-
-
 async def refuse_tokenizer_info(_: PlainRequest) -> NoReturn:
     """Raises Unimplemented."""
     text = "this server shows no files of a tokenizer; use /tokenize and /detokenize instead"

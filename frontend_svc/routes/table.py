@@ -14,12 +14,13 @@ from frontend_svc.anthropic.errors import MESSAGES_ERRORS
 from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
 from frontend_svc.batches.schema import BatchesQuery, BatchRequest, FilesQuery, UploadFields
 from frontend_svc.edge.asgi import AsgiApp
+from frontend_svc.embeddings.api import EmbeddingApi
 from frontend_svc.embeddings.body import EmbeddingRequest
-from frontend_svc.embeddings.endpoint import EmbeddingEndpoint
 from frontend_svc.endpoints.plain import PlainEndpoint, Respond
 from frontend_svc.endpoints.route import Operation, Route
 from frontend_svc.generation.api import CHAT_COMPLETIONS, COMPLETIONS, GenerationApi
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.pooling.endpoint import PoolingApi, PoolingEndpoint, R
 from frontend_svc.responses.endpoint import InputTokensEndpoint
 from frontend_svc.responses.errors import RESPONSES_ERRORS
 from frontend_svc.responses.queries import ItemsQuery, ResponseQuery
@@ -31,10 +32,11 @@ from frontend_svc.routes.handlers import (
     DocumentHandler,
     MetricsHandler,
     refuse_compaction,
-    refuse_rank,
     refuse_tokenizer_info,
 )
 from frontend_svc.routes.usage import UsageParameters
+from frontend_svc.scores.api import RERANK, SCORE
+from frontend_svc.scores.body import RerankRequest, ScoreRequest
 from frontend_svc.tokenizing.bodies import DetokenizeRequest, TokenizePromptRequest
 from frontend_svc.tokenizing.endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from frontend_svc.tokenizing.preprocess import PreprocessApi, PreprocessEndpoint
@@ -62,8 +64,46 @@ def _generation(api: Callable[[ApiDependencies], GenerationApi]) -> Handler:
     return lambda route, dependencies: dependencies.generation(route, api(dependencies))
 
 
+def _pooling(api: PoolingApi[R]) -> Handler:
+    return lambda route, dependencies: PoolingEndpoint(route, api, dependencies.endpoints)
+
+
 def _plain(respond: Callable[[ApiDependencies], Respond]) -> Handler:
     return lambda route, dependencies: PlainEndpoint(route, respond(dependencies))
+
+
+def _rerank(path: str) -> RouteEntry:
+    return RouteEntry(
+        method="POST",
+        path=path,
+        handler=_pooling(RERANK),
+        permission=Permission.EMBEDDINGS,
+        label="rerank",
+        span_operation="rerank",
+        operation=Operation(
+            summary="Orders documents by a query (Cohere, Jina)",
+            bodies=(RerankRequest,),
+            example={"model": "sim", "query": "Hi", "documents": ["there", "you"]},
+            result="the results, the best document first",
+        ),
+    )
+
+
+def _score(path: str) -> RouteEntry:
+    return RouteEntry(
+        method="POST",
+        path=path,
+        handler=_pooling(SCORE),
+        permission=Permission.EMBEDDINGS,
+        label="score",
+        span_operation="score",
+        operation=Operation(
+            summary="Scores pairs of texts (vLLM)",
+            bodies=(ScoreRequest,),
+            example={"model": "sim", "text_1": "Hi", "text_2": ["there", "you"]},
+            result="a list of scores, in the order of the pairs",
+        ),
+    )
 
 
 def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
@@ -94,15 +134,8 @@ def _text_tools(prefix: str) -> tuple[RouteEntry, ...]:
                 example={"model": "sim", "tokens": [300, 301]},
             ),
         ),
-        *(
-            RouteEntry(
-                method="POST",
-                path=f"{prefix}/{name}",
-                handler=_plain(lambda _: refuse_rank),
-                operation=Operation(summary="Not implemented: always a 501", result=""),
-            )
-            for name in ("rerank", "score")
-        ),
+        _rerank(f"{prefix}/rerank"),
+        _score(f"{prefix}/score"),
         RouteEntry(
             method="GET",
             path=f"{prefix}/tokenizer_info",
@@ -189,7 +222,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     RouteEntry(
         method="POST",
         path="/v1/embeddings",
-        handler=lambda route, dependencies: EmbeddingEndpoint(route, dependencies.endpoints),
+        handler=_pooling(EmbeddingApi()),
         permission=Permission.EMBEDDINGS,
         label="embeddings",
         span_operation="embeddings",
@@ -389,6 +422,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
     ),
     *_text_tools(""),
     *_text_tools("/v1"),
+    _rerank("/v2/rerank"),
     RouteEntry(
         method="GET",
         path="/v1/models",

@@ -196,6 +196,8 @@ TEXT = "/v1/completions"
         ("infer", "/v1/responses/resp_1", None, {}, None),
         ("infer", "/tokenize", COMPLETION, {}, None),
         ("embeddings", "/v1/embeddings", {"model": MODEL, "input": "a"}, {}, None),
+        ("embeddings", "/v1/rerank", {"model": MODEL, "query": "a", "documents": ["b"]}, {}, None),
+        ("embeddings", "/v1/score", {"model": MODEL, "text_1": "a", "text_2": "b"}, {}, None),
         ("admin", "/metrics", None, {}, None),
         ("admin", "/health", None, {}, None),
         ("explain", "/v1/internal/preprocess", COMPLETION, {}, None),

@@ -47,12 +47,13 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
                 f"--model-path={thinker}",
                 "--model-aliases=gpt-5,a",
             ),
+            mesh.spawn("worker", "--model-name=ranker", "--serve=score"),
             mesh.spawn("worker", "--model-name=narrow", "--max-num-seqs=1", "--step-ms=100"),
         ]
         for worker in others:
             worker.wait_ready()
         wait_for(mesh.is_complete, "the frontend sees all workers")
-        wait_for(lambda: len(mesh.model_names()) == 6, "all models are served")
+        wait_for(lambda: len(mesh.model_names()) == 7, "all models are served")
         yield mesh
 
 
@@ -367,6 +368,8 @@ def test_the_examples_of_the_document_are_served(mesh: Mesh) -> None:
     bodies["/v1/batches"]["input_file_id"] = upload.json()["id"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/messages"} <= bodies.keys()
     for path, body in bodies.items():
+        if path.endswith(("/rerank", "/score")):
+            body["model"] = "ranker"
         response = mesh.http.post(f"{mesh.url}{path}", json=body)
         assert response.status_code == 200, (path, response.text)
     for path in document["paths"].keys() - bodies.keys():

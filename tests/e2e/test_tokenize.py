@@ -1,4 +1,4 @@
-"""Tokenize and detokenize at the door: exact, as generation tokenizes; rerank and score refused."""
+"""Tokenize and detokenize at the door: exact, as generation tokenizes."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def test_messages_have_the_tokens_of_their_chat_request(mesh: Mesh, tools: dict[
         ("/detokenize", {}, (400, "tokens", "missing_required_parameter")),
         ("/detokenize", {"tokens": [1, -1]}, (400, "tokens[1]", "invalid_value")),
         ("/detokenize", {"tokens": [1, 2**31]}, (400, "tokens[1]", "invalid_value")),
-        ("/v1/rerank", {"query": "a", "documents": ["b"]}, (501, None, "not_implemented")),
-        ("/v1/score", {"text_1": "a", "text_2": "b"}, (501, None, "not_implemented")),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

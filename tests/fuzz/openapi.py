@@ -31,9 +31,9 @@ def main() -> int:
     arguments, more = parser.parse_known_args()
     command = [str(arguments.st.absolute()), "--config-file", str(CONFIG), "run"]
     command += ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing"]
-    command += ["--exclude-path-regex", "/(rerank|score|compact)$", "--max-examples", "30"]
+    command += ["--exclude-path-regex", "/compact$", "--max-examples", "30"]
     command += ["--generation-deterministic", "--request-timeout", "20", "--warnings", "off", *more]
-    flags = ["--speedup=1000"]
+    flags = ["--speedup=1000", "--serve=chat,completions,embedding,score"]
     with (
         tempfile.TemporaryDirectory() as folder,
         Mesh(Path(folder), workers=1, batches=1, worker_flags=flags) as mesh,

@@ -249,12 +249,13 @@ async def test_a_model_that_lacks_a_role_fails_without_a_request() -> None:
             assert worker.runner.counters["accepted"] == 0
 
 
-async def test_a_model_that_only_embeds_is_tested_by_an_embedding() -> None:
+@pytest.mark.parametrize("kind", ["embedding", "score"])
+async def test_a_model_that_generates_nothing_is_tested_by_its_kind(kind: str) -> None:
     engine = gray_engine()
     async with (
         local_mesh(canary_interval_s=INTERVAL_S) as mesh,
         mesh.router(),
-        mesh.worker(engine, serve=("embedding",)) as worker,
+        mesh.worker(engine, serve=(kind,)) as worker,
     ):
         model = worker._instance().model
         await has_status(mesh, "ok", model)

@@ -33,7 +33,7 @@ METRIC_MUTANTS = (
         "        self._model.disconnected.inc()\n",
         "        pass\n",
     ),
-    mutant("S3-42", "frontend_svc/embeddings/endpoint.py", "meter.mark_disconnected()", "pass"),
+    mutant("S3-42", "frontend_svc/pooling/endpoint.py", "meter.mark_disconnected()", "pass"),
     mutant(
         "S3-40",
         _FAMILIES,

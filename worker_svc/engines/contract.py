@@ -66,7 +66,8 @@ class EngineConfig:
     kv_index: "events" (the engine reports its pages), "approx" (it reuses prefixes without reports;
     routers keep approximate entries) or "none" (no reuse, or approximate entries would be useless).
     kv_index_reason: why kv_index is not "events".
-    kinds: requests that the engine serves, of "chat", "completions" and "embedding".
+    kinds: requests that the engine serves, of "chat", "completions", "embedding" and "score".
+    kinds_on_request: further ones, which it serves if the worker is configured to.
     embedding_size, shorter_embeddings, media: see `ModelCard`.
     template_texts: what the chat template of the card prints instead of a text of the model's own.
     supported_fields: of requests, as in `unsupported_fields`; with None an unsupported one is
@@ -95,6 +96,7 @@ class EngineConfig:
     kv_index_reason: str = ""
     dp_size: int = 1
     kinds: tuple[str, ...] = ("chat", "completions")
+    kinds_on_request: tuple[str, ...] = ()
     embedding_size: int | None = None
     shorter_embeddings: bool = False
     media: Mapping[str, MediaInput] = field(default_factory=dict)
@@ -364,6 +366,19 @@ class EmbeddingEngine(Protocol):
 
     async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
         """Returns the vector of the prompt, of length 1; None if `ctx` was stopped.
+
+        Only the prompt and its routing count. Cancelling the call releases all resources. Raises
+        MeshError.
+        """
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that scores pairs of texts."""
+
+    async def score(self, request: PreprocessedRequest, ctx: GenerateContext) -> float | None:
+        """Returns the score of the prompt, a pair that the tokenizer has joined; finite, greater if
+        the texts fit better. None if `ctx` was stopped.
 
         Only the prompt and its routing count. Cancelling the call releases all resources. Raises
         MeshError.

@@ -40,6 +40,7 @@ from common.errors import (
 from common.kv.load import Load
 from common.request.embedding import dump_vector
 from common.request.grammar import ConstraintError
+from common.request.score import dump_score
 from common.request.token_stream import LegRequest
 from common.trials.constraints import ConstraintTrials
 from worker_svc.engines.contract import (
@@ -53,6 +54,7 @@ from worker_svc.engines.contract import (
     OutputRules,
     PassThroughEngine,
     PreprocessedRequest,
+    ScoringEngine,
     chunk,
     usage,
 )
@@ -284,6 +286,8 @@ class Runner:
             return
         if leg_request.phase == "embedding" and not isinstance(self.engine, EmbeddingEngine):
             raise Unimplemented("the engine computes no embeddings")
+        if leg_request.phase == "score" and not isinstance(self.engine, ScoringEngine):
+            raise Unimplemented("the engine scores no texts")
         model, hints = leg_request.request.model, leg_request.request.routing
         if model and self.model not in ("", model) and (not hints or hints.lora_name != model):
             raise UnknownModel(model)
@@ -423,6 +427,8 @@ class Runner:
         leg_request = active_request.leg_request
         if leg_request.phase == "embedding" and leg_request.request is not None:
             return self._embed(leg_request.request, active_request.ctx)
+        if leg_request.phase == "score" and leg_request.request is not None:
+            return self._score(leg_request.request, active_request.ctx)
         if leg_request.request is not None:
             return self.engine.generate(leg_request.request, active_request.ctx)
         assert isinstance(self.engine, PassThroughEngine), "checked at admission"
@@ -442,6 +448,20 @@ class Runner:
             yield chunk.cancelled()
             return
         yield LLMEngineOutput(chunk_json=dump_vector(vector))
+        yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
+
+    async def _score(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Yields the score as one chunk, then the terminal chunk."""
+        assert isinstance(self.engine, ScoringEngine), "checked at admission"
+        score = await self.engine.score(request, ctx)
+        if score is None:
+            yield chunk.cancelled()
+            return
+        if not math.isfinite(score):
+            raise InternalError(f"the engine returned the score {score}")
+        yield LLMEngineOutput(chunk_json=dump_score(score))
         yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
 
     async def abort(self, key: int, reason: str) -> None:

@@ -100,7 +100,8 @@ class LegRequest:
     chat_json: bytes | None = None
     completion_json: bytes | None = None
     phase: str = ""
-    """One of "prefill", "decode", "embedding" (the prompt's vector is its one chunk) and ""."""
+    """One of "prefill", "decode", "embedding", "score" and "". A vector, or a score, is the one
+    chunk of its leg."""
     changes: LegChanges = field(default_factory=LegChanges)
     """What differs from `request` in this leg. At a worker, `request` contains the changes."""
     prompt_bytes: int = 0
@@ -216,7 +217,7 @@ class LegSink(Protocol):
         """Takes the next tokens; logprobs: one per token, or none."""
 
     def chunk(self, json: bytes) -> None:
-        """Takes the next chunk of a pass-through request, or the vector of an embedding."""
+        """Takes the next chunk of a pass-through request, or the vector or score of a prompt."""
 
     def terminal(self, terminal: Terminal) -> None:
         """Records the end of the slot. The last call."""

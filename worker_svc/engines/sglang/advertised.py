@@ -13,6 +13,7 @@ from common.kv.load import Load
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.launch import model_checksum
+from worker_svc.engines.sglang.pooling import pooling_of
 from worker_svc.engines.sglang.sampling import EngineProperties, supported_fields
 from worker_svc.engines.sglang.server_args import model_kv_index, serves_in_order
 
@@ -31,7 +32,7 @@ def read_properties(
         loras=frozenset(adapter.lora_name for adapter in resolved.get("lora_paths") or ()),
         dp_size=resolved["dp_size"],
         is_deterministic=bool(resolved["enable_deterministic_inference"]),
-        is_embedding=not model.is_generation,
+        pooling=pooling_of(model),
     )
 
 
@@ -71,8 +72,8 @@ async def build_engine_config(
         kv_index=kv_index,
         kv_index_reason=reason,
         dp_size=properties.dp_size,
-        kinds=("embedding",) if properties.is_embedding else ("chat", "completions"),
-        embedding_size=model.hidden_size if properties.is_embedding else None,
+        kinds=(properties.pooling,) if properties.pooling else ("chat", "completions"),
+        embedding_size=model.hidden_size if properties.pooling == "embedding" else None,
         shorter_embeddings=bool(model.is_matryoshka),
         media={"image": images.input} if images else {},
         template_texts=images.template_texts if images else {},

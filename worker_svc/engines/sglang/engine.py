@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -64,7 +64,6 @@ from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang import admin
 from worker_svc.engines.sglang.advertised import build_engine_config, read_properties
 from worker_svc.engines.sglang.config import SglangConfig
-from worker_svc.engines.sglang.embedding import embed
 from worker_svc.engines.sglang.launch import (
     Launched,
     kill_children,
@@ -80,12 +79,13 @@ from worker_svc.engines.sglang.media import (
     image_arguments,
     read_image_model,
 )
+from worker_svc.engines.sglang.pooling import pool, read_score, read_vector
 from worker_svc.engines.sglang.sampling import (
     NO_PARTNER_HOST,
     EngineProperties,
     OutputConverter,
     SglangRequest,
-    build_embedding_arguments,
+    build_pooling_arguments,
     build_sglang_request,
     to_invalid_request,
 )
@@ -201,10 +201,10 @@ class SglangEngine:
         Raises Unsupported, InvalidRequest, PromptTooLong, Overloaded, Unavailable, and WorkerLost
         if SGLang dies or a handoff fails.
         """
-        if self._properties.is_embedding:
+        if pooling := self._properties.pooling:
             if not request.is_probe:
-                raise Unsupported("model", "the model computes embeddings only")
-            await self.embed(request, ctx)
+                raise Unsupported("model", f"the model computes {pooling}s only")
+            await self._pool(request, ctx, pooling)
             yield chunk.stop().with_usage(usage(len(request.token_ids), 0))
             return
         try:
@@ -229,9 +229,21 @@ class SglangEngine:
 
     async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
         """Returns the vector of one prompt. Raises as `generate`."""
+        return read_vector(await self._pool(request, ctx, "embedding"))
+
+    async def score(self, request: PreprocessedRequest, ctx: GenerateContext) -> float | None:
+        """Returns the score of one prompt. Raises as `generate`."""
+        return read_score(await self._pool(request, ctx, "score"))
+
+    async def _pool(
+        self,
+        request: PreprocessedRequest,
+        ctx: GenerateContext,
+        pooling: Literal["embedding", "score"],
+    ) -> Mapping[str, Any]:
         try:
             self._check_alive()
-            arguments = build_embedding_arguments(request, self._properties, ctx.priority)
+            arguments = build_pooling_arguments(request, self._properties, pooling, ctx.priority)
         except MeshError:
             self.counters["rejected"] += 1
             raise
@@ -239,10 +251,10 @@ class SglangEngine:
         outcome = "closed"
         manager = self._engine.tokenizer_manager
         try:
-            vector = await embed(manager, arguments, self._new_rid(ctx.id), self._properties)
+            output = await pool(manager, arguments, self._new_rid(ctx.id), self._properties)
             outcome = "finished"
             self._chunk_counts[0] += 1
-            return vector
+            return output
         except MeshError:
             outcome = "failed"
             if self._engine_failure is not None and self._engine_failure.done():
@@ -459,10 +471,10 @@ class SglangEngine:
             arguments |= asdict(BootstrapInfo(NO_PARTNER_HOST, 0, 0))
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                if self._properties.is_embedding:
+                if self._properties.pooling:
                     request = {"input_ids": [0], "priority": 0}
                     rid = self._new_rid("warm-up")
-                    await embed(self._engine.tokenizer_manager, request, rid, self._properties)
+                    await pool(self._engine.tokenizer_manager, request, rid, self._properties)
                     return
                 ctx = GenerateContext("warm-up")
                 stream = await self._start_generation(

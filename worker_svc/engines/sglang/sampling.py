@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from common.errors import (
     InternalError,
@@ -82,6 +82,10 @@ SUPPORTED_FIELDS: Final = frozenset(
     }
 )
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
+_NO_POOLING: Final = {
+    "embedding": 'the model computes embeddings only with engine_args {"is_embedding": true}',
+    "score": 'only a classifier of one class, with engine_args {"is_embedding": true}, scores',
+}
 
 # Any, here and below: SGLang's arguments and chunks are JSON-like values of many types.
 Arguments = Mapping[str, Any]
@@ -107,8 +111,8 @@ class EngineProperties:
     is_deterministic: bool = False
     """Whether seeds are supported."""
 
-    is_embedding: bool = False
-    """Whether the model computes embeddings and generates nothing."""
+    pooling: Literal["", "embedding", "score"] = ""
+    """What the model computes of prompts, if it generates nothing."""
 
     images: ImageModel | None = None
     """How the model takes images; None: it takes none."""
@@ -162,15 +166,17 @@ def build_sglang_request(
     return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap, images)
 
 
-def build_embedding_arguments(
-    request: PreprocessedRequest, properties: EngineProperties, priority: int | None = None
+def build_pooling_arguments(
+    request: PreprocessedRequest,
+    properties: EngineProperties,
+    pooling: Literal["embedding", "score"],
+    priority: int | None = None,
 ) -> Arguments:
-    """Returns the fields of SGLang's embedding request, except `rid`. priority: used if the request
-    has none. Raises as `build_sglang_request`."""
-    if not properties.is_embedding:
-        text = 'the model computes embeddings only with engine_args {"is_embedding": true}'
-        raise Unsupported("model", text)
-    # SGLang chooses the rank of an embedding itself.
+    """Returns the fields of SGLang's embedding request, except `rid`. pooling: what is requested.
+    priority: used if the request has none. Raises as `build_sglang_request`."""
+    if properties.pooling != pooling:
+        raise Unsupported("model", _NO_POOLING[pooling])
+    # SGLang chooses the rank of such a request itself.
     _, priority, lora = _check_routing(request, properties, priority)
     _check_prompt(request, properties)
     return {

@@ -42,6 +42,8 @@ def advertised_config(
         media=media,
         supported_fields=supported_fields,
         kinds=("chat", "completions", "embedding"),
+        # Frontends of earlier releases refuse a card with this kind.
+        kinds_on_request=("score",),
         embedding_size=config.embedding_size,
         shorter_embeddings=True,
         # KV of other workers arrives in any order.

@@ -16,8 +16,8 @@ Semantics of requests:
   and other options of the text, max_thinking_tokens (this model does not reason), engine arguments,
   handoffs of another role.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
-- An embedding occupies the scheduler as a prompt with one token of output does, and bypasses the
-  prefix cache.
+- An embedding or a score occupies the scheduler as a prompt with one token of output, and bypasses
+  the prefix cache.
 """
 
 from __future__ import annotations
@@ -207,13 +207,25 @@ class SimEngine:
 
     async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
         """Computes the prompt, then returns its vector by the formula of `token_oracle.py`."""
+        if not await self._compute_prompt(request, ctx):
+            return None
+        oracle, size = self._started_core.scheduler.token_oracle, self.config.embedding_size
+        return oracle.embed(request.token_ids.array, size, _lora_name(request))
+
+    async def score(self, request: PreprocessedRequest, ctx: GenerateContext) -> float | None:
+        """Computes the prompt, then returns its score by the formula of `token_oracle.py`."""
+        if not await self._compute_prompt(request, ctx):
+            return None
+        oracle = self._started_core.scheduler.token_oracle
+        return oracle.score(request.token_ids.array, _lora_name(request))
+
+    async def _compute_prompt(self, request: PreprocessedRequest, ctx: GenerateContext) -> bool:
+        """Returns whether the prompt was computed; False after a stop."""
         async with aclosing(self.generate(request, ctx, is_embedding=True)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.CANCELLED:
-                    return None
-        lora = request.routing.lora_name if request.routing is not None else None
-        oracle, size = self._started_core.scheduler.token_oracle, self.config.embedding_size
-        return oracle.embed(request.token_ids.array, size, lora or "")
+                    return False
+        return True
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext, *, is_embedding: bool = False
@@ -520,3 +532,7 @@ class _Core:
     jobs: JobBuilder
     rooms: Rooms[Any]
     logit_model: LogitModel
+
+
+def _lora_name(request: PreprocessedRequest) -> str:
+    return (request.routing.lora_name if request.routing is not None else None) or ""

@@ -18,7 +18,8 @@ replaces EOS. The state advances by one token as state * B + token + 1. `eos_one
 mean output length; 0 means that output never ends by itself.
 
 A vector of the prompt: coordinate i is mix(state + i * 0x9E3779B97F4A7C15) as a signed 64-bit
-integer; the whole is scaled to length 1. Equal prompts have equal vectors, others unrelated ones.
+integer; the whole is scaled to length 1. A score of the prompt: the upper 53 bits of mix(state XOR
+0x243F6A8885A308D3), over 2^53. Equal prompts have equal vectors and scores, others unrelated ones.
 
 Other sampling options do not appear: the model chooses the token of the highest logit, which is
 `next` unless penalties or a logit bias change it (`logits.py`). Guided decoding has a formula of
@@ -120,6 +121,10 @@ class TokenOracle:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         coordinates = (x ^ (x >> np.uint64(31))).view(np.int64).astype(np.float64)
         return (coordinates / np.linalg.norm(coordinates)).astype(np.float32)
+
+    def score(self, prompt: Sequence[int] | NDArray[Any], lora_name: str = "") -> float:
+        """Returns the score of a prompt."""
+        return (self.mix(self.state_of(prompt, lora_name) ^ _SEED) >> 11) / 2**53
 
     @staticmethod
     def mix(state: int) -> int:

@@ -36,6 +36,10 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     """Receives the KV and generates."""
     PHASE_EMBEDDING: _Phase.ValueType  # 3
     """Computes the vector of the prompt and generates nothing. Its output is one chunk."""
+    PHASE_SCORE: _Phase.ValueType  # 4
+    """Computes the score of the prompt, a pair of texts, and generates nothing. Its output is one
+    chunk.
+    """
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Role of a leg in a request."""
@@ -48,6 +52,10 @@ PHASE_DECODE: Phase.ValueType  # 2
 """Receives the KV and generates."""
 PHASE_EMBEDDING: Phase.ValueType  # 3
 """Computes the vector of the prompt and generates nothing. Its output is one chunk."""
+PHASE_SCORE: Phase.ValueType  # 4
+"""Computes the score of the prompt, a pair of texts, and generates nothing. Its output is one
+chunk.
+"""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
@@ -186,7 +194,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkJson]:
-        """Chunks of pass-through requests (chat_json, completion_json), of embeddings, and of prompts."""
+        """Chunks of pass-through requests (chat_json, completion_json), of embeddings, scores and prompts."""
 
     @_builtins.property
     def terminals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Terminal]:
@@ -480,7 +488,7 @@ Global___SlotLogprobs: _TypeAlias = SlotLogprobs  # noqa: Y015
 
 @_typing.final
 class ChunkJson(_message.Message):
-    """A chunk of a pass-through request, the vector of an embedding, or log probabilities of a prompt."""
+    """A chunk of a pass-through request, the vector, the score or the log probabilities of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,7 +500,8 @@ class ChunkJson(_message.Message):
     index: _builtins.int
     """Number of the chunk within the slot, from 0; gaps and duplicates are errors."""
     json: _builtins.bytes
-    """One OpenAI chunk object; of an embedding, OpenAI's embedding object in base64; of a request with
+    """One OpenAI chunk object; of an embedding, OpenAI's embedding object in base64; of a score, an
+    object with the finite number `score`; of a request with
     output_options.prompt_logprobs, a list of [token, logprob, [[token, logprob], ...]], one entry
     for each token of the prompt from the second on. It may follow tokens of the output.
     """

@@ -15,15 +15,13 @@ from common.errors import InvalidRequest, PromptTooLong, Unsupported, WorkerLost
 from common.request.embedding import Vector, check_dimensions, dump_vector, load_vector, shorten
 from common.request.preprocessed import TokenIds
 from frontend_svc.embeddings.body import (
-    INPUTS_MAX,
-    TOKENS_MAX,
     EmbeddingRequest,
-    check_lengths,
     check_vocabulary,
     embedding_entry,
     embedding_list,
     parse_embedding,
 )
+from frontend_svc.pooling.request import PROMPTS_MAX, TOKENS_MAX, check_lengths
 
 
 # Any: JSON.
@@ -42,8 +40,11 @@ def test_an_input_is_a_text_or_token_ids_or_a_list_of_either() -> None:
     assert parse(["a", "b"]).texts == ["a", "b"]
     assert (parse([1, 2]).texts, parse([1, 2]).token_lists) == (None, [[1, 2]])
     assert (parse([[1], [2]]).texts, parse([[1], [2]]).token_lists) == (None, [[1], [2]])
-    assert [parse("a").input_name(0), parse([1]).input_name(0)] == ["input", "input"]
-    assert [parse(["a"]).input_name(0), parse([[1], [2]]).input_name(1)] == ["input[0]", "input[1]"]
+    assert [parse("a").prompt_name(0), parse([1]).prompt_name(0)] == ["input", "input"]
+    assert [parse(["a"]).prompt_name(0), parse([[1], [2]]).prompt_name(1)] == [
+        "input[0]",
+        "input[1]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ def test_an_input_is_a_text_or_token_ids_or_a_list_of_either() -> None:
         ([2**32], "input[0]"),
         ([True], "input[0]"),
         ([1.5], "input[0]"),
-        (["a"] * (INPUTS_MAX + 1), "input"),
-        ([[1]] * (INPUTS_MAX + 1), "input"),
+        (["a"] * (PROMPTS_MAX + 1), "input"),
+        ([[1]] * (PROMPTS_MAX + 1), "input"),
     ],
 )
 def test_an_invalid_input_is_refused_by_its_path(value: Any, param: str) -> None:
@@ -73,7 +74,7 @@ def test_an_invalid_input_is_refused_by_its_path(value: Any, param: str) -> None
 
 
 def test_as_many_inputs_as_documented_are_accepted() -> None:
-    assert len(parse(["a"] * INPUTS_MAX).texts or ()) == INPUTS_MAX == 2048
+    assert len(parse(["a"] * PROMPTS_MAX).texts or ()) == PROMPTS_MAX == 2048
 
 
 @pytest.mark.parametrize(

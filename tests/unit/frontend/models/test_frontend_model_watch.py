@@ -436,10 +436,10 @@ def test_the_model_type_of_a_card_selects_the_tables() -> None:
     assert rejected.value.field == "model_type"
 
 
-def test_embeddings_need_token_ids() -> None:
-    every = ModelType.CHAT | ModelType.EMBEDDING
+def test_embeddings_and_scores_need_token_ids() -> None:
+    every = ModelType.CHAT | ModelType.EMBEDDING | ModelType.SCORE
     card = ModelCard(name="m", model_type=every)
-    assert plan_tables(entry(), card) == ("chat", "embeddings")
+    assert plan_tables(entry(), card) == ("chat", "embeddings", "scores")
     text = ModelCard(name="m", model_type=every, model_input="text")
     assert plan_tables(entry(), text) == ("chat",)
 

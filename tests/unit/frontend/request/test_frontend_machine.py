@@ -1397,7 +1397,7 @@ def test_no_order_of_events_breaks_an_invariant() -> None:
 
 
 def test_an_embedding_is_one_leg_whose_chunk_is_the_vector() -> None:
-    fixture = begin(replace(plan(), is_embedding=True))
+    fixture = begin(replace(plan(), pooling="embedding"))
     leg = fixture.run(1)
     assert fixture.ports.leg_request.phase == "embedding"
     leg.chunk(b"vector")
@@ -1409,7 +1409,7 @@ def test_an_embedding_is_one_leg_whose_chunk_is_the_vector() -> None:
 
 
 def test_an_embedding_is_computed_again_until_its_end() -> None:
-    fixture = begin(replace(plan(), is_embedding=True))
+    fixture = begin(replace(plan(), pooling="embedding"))
     fixture.run(1).lost(LOST)
     leg = fixture.run(2)
     leg.chunk(b"one")
@@ -1424,7 +1424,7 @@ def test_an_embedding_is_computed_again_until_its_end() -> None:
 
 
 def test_of_a_pair_only_the_prefill_worker_computes_an_embedding() -> None:
-    fixture = begin(replace(plan(), is_embedding=True))
+    fixture = begin(replace(plan(), pooling="embedding"))
     pair = decided(1, prefill=Placement(2, 1), bootstrap=BootstrapInfo("h", 1, 2))
     fixture.machine.placed(0, pair, 0.0)
     ((worker_id, leg_request, leg),) = fixture.ports.submitted

@@ -1,4 +1,4 @@
-"""The inputs of one embeddings request: each is a request of its own to the workers."""
+"""The prompts of one pooling request: each is a request of its own to the workers."""
 
 from __future__ import annotations
 
@@ -6,39 +6,38 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import MeshError
-from common.request.embedding import Vector, load_vector
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.placement_request import PlacementRequest
 from frontend_svc.request.types import RequestOutcome, RequestPlan
 
-# Inputs of one request at workers at the same time. More would occupy the event loop for
+# Prompts of one request at workers at the same time. More would occupy the event loop for
 # milliseconds at once, and fewer would leave engines idle.
 IN_FLIGHT_MAX = 32
 
 
-class EmbeddingBatch:
-    """Runs the inputs of one request, IN_FLIGHT_MAX at a time, each by its plan and its placement
-    request. on_vector: receives the index of an input and its vector, in any order. responses: of
-    the inputs that were opened."""
+class PoolingBatch:
+    """Runs the prompts of one request, IN_FLIGHT_MAX at a time, each by its plan and its placement
+    request. on_chunk: receives the index of a prompt and the chunk with its result, in any order;
+    raises MeshError if the chunk is invalid. responses: of the prompts that were opened."""
 
     def __init__(
         self,
         gateway: Gateway,
-        inputs: Iterable[tuple[RequestPlan, PlacementRequest]],
-        on_vector: Callable[[int, Vector], None],
+        prompts: Iterable[tuple[RequestPlan, PlacementRequest]],
+        on_chunk: Callable[[int, bytes], None],
     ) -> None:
         self._gateway = gateway
-        self._inputs = enumerate(inputs)
-        self._on_vector = on_vector
+        self._prompts = enumerate(prompts)
+        self._on_chunk = on_chunk
         self._open: dict[int, RequestHandle] = {}
-        self.responses: list[InputResponse] = []
+        self.responses: list[PromptResponse] = []
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Returns when all inputs are done. Raises the first MeshError. An error, and the
-        cancellation of this call, end the inputs that still run."""
+        """Returns when all prompts are done. Raises the first MeshError. An error, and the
+        cancellation of this call, end the prompts that still run."""
         for _ in range(IN_FLIGHT_MAX):
             self._open_next()
         try:
@@ -54,8 +53,8 @@ class EmbeddingBatch:
             self._done.set_exception(error)
 
     def _open_next(self) -> None:
-        for index, (plan, placement) in self._inputs:
-            response = InputResponse(index, self._finished)
+        for index, (plan, placement) in self._prompts:
+            response = PromptResponse(index, self._finished)
             self.responses.append(response)
             self._open[index] = self._gateway.open(plan, placement, response)
             return
@@ -68,7 +67,7 @@ class EmbeddingBatch:
             self.fail(outcome.error)
             return
         try:
-            self._on_vector(index, load_vector(chunk))
+            self._on_chunk(index, chunk)
         except MeshError as error:
             self.fail(error)
             return
@@ -77,8 +76,8 @@ class EmbeddingBatch:
             self._done.set_result(None)
 
 
-class InputResponse:
-    """Receives the vector of one input; of several attempts, the last one counts."""
+class PromptResponse:
+    """Receives the result of one prompt; of several attempts, the last one counts."""
 
     def __init__(self, index: int, on_end: Callable[[int, bytes, RequestOutcome], None]) -> None:
         self._index = index
@@ -88,7 +87,7 @@ class InputResponse:
         self.outcome: RequestOutcome | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Embeddings have no tokens."""
+        """Prompts that are not continued have no tokens."""
 
     def chunk(self, json: bytes) -> None:
         self._chunk = json

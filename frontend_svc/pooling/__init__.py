@@ -1,0 +1,1 @@
+"""Requests whose prompts are computed and not continued: one result for each prompt of a body."""

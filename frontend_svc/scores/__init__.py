@@ -1,0 +1,1 @@
+"""The APIs with scores of pairs of texts, from body to response."""
