@@ -122,7 +122,9 @@ class LatencyProbe:
         prompts: list[tuple[int, float]] = []
         room = await self._context_tokens() - RESERVED_TOKENS
         for tokens in sorted({min(tokens, room) for tokens in PROMPT_TOKENS}):
-            courses = [await self._course(tokens, PROMPT_OUTPUT_TOKENS) for _ in range(PROMPT_REPEATS)]
+            courses = [
+                await self._course(tokens, PROMPT_OUTPUT_TOKENS) for _ in range(PROMPT_REPEATS)
+            ]
             prompts.append((tokens, median(course.first_s for course in courses)))
         decodes = [(count, await self._itl_s(count)) for count in AT_ONCE]
         return Latencies(prompts, decodes, await self._pauses())
