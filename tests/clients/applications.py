@@ -74,13 +74,20 @@ class Application:
     """Environment variables; {url} is that of the mesh."""
 
 
-def _codex(place: Place) -> Sequence[str]:
-    provider = f'{{name="mesh",base_url="{place.url}/v1",env_key="OPENAI_API_KEY"}}'
+def _codex(place: Place, options: str = "") -> Sequence[str]:
+    """Returns the command of Codex CLI. options: more of its provider."""
+    fields = f'name="mesh",base_url="{place.url}/v1",env_key="OPENAI_API_KEY"{options}'
+    provider = f"{{{fields}}}"
     return [
         *(place.agent("codex"), "exec", "--skip-git-repo-check", "-m", MODEL),
         *("-c", "model_provider=mesh", "-c", f"model_providers.mesh={provider}"),
         task("exec_command", {"cmd": "echo hello"}),
     ]
+
+
+def _codex_websocket(place: Place) -> Sequence[str]:
+    """Its connection begins with a warm-up, and each turn continues the one before."""
+    return _codex(place, ",supports_websockets=true")
 
 
 def _claude_code(place: Place) -> Sequence[str]:
@@ -188,6 +195,9 @@ OPENAI: Final = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "{url}/v1", "OPENA
 OFFLINE: Final = {**OPENAI, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 APPLICATIONS: Final[Mapping[str, Application]] = {
     "codex": Application("Codex CLI", "@openai/codex", _codex, settings=OPENAI),
+    "codex_websocket": Application(
+        "Codex CLI, WebSocket", "@openai/codex", _codex_websocket, requests_min=3, settings=OPENAI
+    ),
     "claude_code": Application(
         "Claude Code",
         "@anthropic-ai/claude-code",

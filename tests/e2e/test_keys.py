@@ -20,6 +20,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection, connect
 
 from common.api_keys import Permission
 from meshctl.cli import run_command
@@ -376,6 +378,47 @@ def test_a_revoked_key_ends_no_stream_and_starts_none(mesh: Mesh, keys: Keys) ->
         assert not mesh.request_lines("leaver"), "the stream has ended"
         for _ in range(200):
             assert "error" not in next(lines)
+
+
+def test_each_event_of_a_websocket_needs_a_valid_key(mesh: Mesh, keys: Keys) -> None:
+    """The handshake too. Tenants continue no responses of each other."""
+    url = mesh.url.replace("http", "ws", 1) + "/v1/responses"
+
+    def open_socket(key: str) -> ClientConnection:
+        return connect(url, proxy=None, additional_headers={"authorization": f"Bearer {key}"})
+
+    def last_event(client: ClientConnection, **fields: Any) -> Json:
+        event = {"type": "response.create", "model": MODEL, "input": "Hi", "max_output_tokens": 2}
+        client.send(json.dumps(event | fields))
+        # Ends: the last event, or the time limit of `recv`.
+        while True:
+            received: Json = json.loads(client.recv(WAIT_S))
+            if received["type"] in ("error", "response.completed", "response.incomplete"):
+                return received
+
+    for name, status in (("expired", 401), ("no-infer0", 403)):
+        with pytest.raises(InvalidStatus) as refused:
+            open_socket(keys.texts[name])
+        assert refused.value.response.status_code == status
+    key = keys.run("create", "quitter")
+    wait_for(
+        lambda: send(mesh, TEXT, COMPLETION, {"x-api-key": key}).status_code == 200,
+        "the new key is valid",
+    )
+    with open_socket(key) as client, open_socket(keys.texts["acme1"]) as other:
+        first = last_event(client)["response"]["id"]
+        assert last_event(client, previous_response_id=first)["type"] != "error"
+        assert last_event(other, previous_response_id=first)["error"]["code"] == (
+            "previous_response_not_found"
+        )
+        pinned = last_event(other, nvext={"backend_instance_id": 1})
+        assert (pinned["status"], pinned["error"]["code"]) == (403, "permission_denied")
+        keys.run("revoke", keys.id_of("quitter"))
+        error = wait_for(
+            lambda: [one for one in [last_event(client)] if one["type"] == "error"],
+            "the key is revoked",
+        )[0]
+        assert (error["status"], error["error"]["code"]) == (401, "invalid_api_key")
 
 
 def test_a_rotated_key_overlaps_with_the_new_one(mesh: Mesh, keys: Keys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import ssl
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from websockets.asyncio.client import connect
 
 from common import errors
 from common.rpc import channel as rpc
@@ -177,6 +179,21 @@ def test_a_mesh_with_roles_serves_an_openai_client_over_tls(bed: Bed) -> None:
             cached.append(details.cached_tokens if details else 0)
     assert cached[1]
     assert "needs a certificate" not in "".join(s.log_path.read_text() for s in bed.mesh.services)
+
+
+async def test_a_websocket_is_opened_over_tls(bed: Bed) -> None:
+    url = f"{bed.mesh.url}/v1/responses".replace("https", "wss", 1)
+    event = {"type": "response.create", "model": "sim", "input": "Hi", "max_output_tokens": 4}
+    async with asyncio.timeout(30.0), connect(url, ssl=bed.trust(), proxy=None) as client:
+        await client.send(json.dumps(event))
+        last = json.loads(await client.recv())
+        # Ends: the last event, or the time limit.
+        while not last["type"].startswith(("response.completed", "response.incomplete")):
+            last = json.loads(await client.recv())
+        assert last["response"]["usage"]["output_tokens"] == 4
+        await client.send(b"binary")
+        assert json.loads(await client.recv())["status"] == 400
+    assert client.close_code == 1000
 
 
 def test_a_stream_continues_while_all_certificates_are_replaced(bed: Bed) -> None:
