@@ -1,13 +1,14 @@
-"""The frontends, which run lines as requests on idle capacity."""
+"""The frontends, which run lines as requests on idle capacity, and responses in the background."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from batch_svc.core.batch import Owner
+from batch_svc.core.responses import ResponseRun
 from batch_svc.core.results import Reply
 from common.errors import (
     DeadlineExceeded,
@@ -34,11 +35,12 @@ _RETRY_AFTER_S: Final = 0.5
 @dataclass(slots=True, eq=False)
 class _Frontend:
     channel: rpc.MeshChannel
-    stub: frontend_pb2_grpc.BatchLineServiceStub
+    lines: frontend_pb2_grpc.BatchLineServiceStub
+    responses: frontend_pb2_grpc.BackgroundResponseServiceStub
 
 
 class Frontends:
-    """The frontends that discovery shows. timeout_s: of one line."""
+    """The frontends that discovery shows. timeout_s: of one line or response."""
 
     def __init__(self, security: rpc.Security, timeout_s: float) -> None:
         self._security = security
@@ -58,24 +60,34 @@ class Frontends:
     async def run(self, owner: Owner, url: str, body: bytes, request_id: str) -> Reply:
         """Returns the response to a line; a 503 if no frontend responds, so that it is sent
         again."""
+        message = frontend_pb2.RunLineRequest(
+            tenant=owner.tenant, key_id=owner.key_id, url=url, body=body, request_id=request_id
+        )
+        return await self._call(lambda frontend: frontend.lines.RunLine, message)
+
+    async def run_response(self, run: ResponseRun) -> Reply:
+        """Returns a response in the background, as `run`."""
+        owner, row = run.owner, run.row
+        message = frontend_pb2.RunResponseRequest(
+            tenant=owner.tenant,
+            key_id=owner.key_id,
+            response_id=row.id,
+            created_at=run.created_at,
+            request=run.request,
+            input_items=row.input_items,
+        )
+        return await self._call(lambda frontend: frontend.responses.RunResponse, message)
+
+    # Any: a method of a stub, its request and its response.
+    async def _call(self, method_of: Callable[[_Frontend], Any], message: Any) -> Reply:
         await self._close_departed()
         if not self._instances:
             return _failure(_LOST, "no frontend is there")
         frontend_id = min(self._instances, key=lambda one: self._in_flight[one])
-        stub = self._stub(self._instances[frontend_id])
+        frontend = self._open(self._instances[frontend_id])
         self._in_flight[frontend_id] += 1
         try:
-            response: frontend_pb2.RunLineResponse = await rpc.unary(
-                stub.RunLine,
-                frontend_pb2.RunLineRequest(
-                    tenant=owner.tenant,
-                    key_id=owner.key_id,
-                    url=url,
-                    body=body,
-                    request_id=request_id,
-                ),
-                timeout_s=self._timeout_s,
-            )
+            response: Any = await rpc.unary(method_of(frontend), message, timeout_s=self._timeout_s)
         except MeshError as error:
             status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 0)
             return _failure(status or _LOST, error.message)
@@ -89,13 +101,16 @@ class Frontends:
             response.retry_after_s if has_pause else None,
         )
 
-    def _stub(self, instance: Instance) -> frontend_pb2_grpc.BatchLineServiceStub:
+    def _open(self, instance: Instance) -> _Frontend:
         frontend = self._opened.get(instance.id)
         if frontend is None:
             channel = rpc.channel(instance.address, role="frontend", security=self._security)
-            stub = frontend_pb2_grpc.BatchLineServiceStub(channel)
-            frontend = self._opened[instance.id] = _Frontend(channel, stub)
-        return frontend.stub
+            frontend = self._opened[instance.id] = _Frontend(
+                channel,
+                frontend_pb2_grpc.BatchLineServiceStub(channel),
+                frontend_pb2_grpc.BackgroundResponseServiceStub(channel),
+            )
+        return frontend
 
     async def _close_departed(self) -> None:
         """Closes the channels of frontends that have left, once their lines have ended."""

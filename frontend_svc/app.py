@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from frontend_svc.metrics.collectors import (
     ModelConfigCollector,
     RecordCollector,
     ResilienceCollector,
+    StoreCollector,
     WaitCollector,
 )
 from frontend_svc.metrics.families import CanaryMetrics, DeploymentState, FrontendMetrics
@@ -65,7 +66,9 @@ from frontend_svc.recent_requests.ring import RecentRequests
 from frontend_svc.recent_requests.service import RecentRequestServicer
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.ports import WorkerPort
-from frontend_svc.responses import stored
+from frontend_svc.responses import background, stored
+from frontend_svc.responses.background import RESPONSES_PATH, BackgroundResponseServicer
+from frontend_svc.responses.durable import DurableResponses
 from frontend_svc.responses.store import ResponseStore
 from frontend_svc.responses.stored import ResponseStoreService, StoredResponses
 from frontend_svc.routes.api import ApiDependencies
@@ -81,7 +84,10 @@ INHERITED_START_S = 20.0
 # For the records of the last requests to be written.
 RECORDS_CLOSE_TIMEOUT_S = 5.0
 ADMIN_CONNECTIONS_MAX = 64
-GRPC_SERVICES = (stored.SERVICE_NAME, recent_requests.SERVICE_NAME, lines.SERVICE_NAME)
+GRPC_SERVICES = (
+    *(stored.SERVICE_NAME, recent_requests.SERVICE_NAME),
+    *(lines.SERVICE_NAME, background.SERVICE_NAME),
+)
 
 
 class FrontendApp(ServiceApp[FrontendConfig]):
@@ -118,8 +124,8 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         self._members, self._models = mesh.members, mesh.models
         self._engines, self._router = mesh.engines, mesh.router
         self.gateway = self._open_gateway(self._engines)
-        self._stored_responses = self._make_response_store()
         self._batches = BatchClient(self._members, self._security)
+        self._stored_responses = self._make_response_store()
         metrics = FrontendMetrics(config.metrics_prefix)
         self._state = DeploymentState(self._models.request_names, frontend=metrics)
         loop = asyncio.get_running_loop()
@@ -161,16 +167,18 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             worker_wait_s=self._config.worker_wait_s,
         )
 
-    def _make_response_store(self) -> StoredResponses | None:
-        config = self._config
-        if not config.response_store_mb:
-            return None
+    def _make_response_store(self) -> StoredResponses:
+        config, store = self._config, None
+        if config.response_store_mb:
+            store = ResponseStore(config.response_store_mb << 20, config.response_ttl_s)
         return StoredResponses(
             self.instance_id,
-            ResponseStore(config.response_store_mb << 20, config.response_ttl_s),
+            store,
             self._members,
             asyncio.get_running_loop().time,
             self._security,
+            DurableResponses(self._batches),
+            writes_durably=config.durable_responses,
         )
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
@@ -180,9 +188,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         frontend_pb2_grpc.add_RecentRequestServiceServicer_to_server(
             RecentRequestServicer(self._recent_requests), self._server
         )
-        if self._stored_responses is not None:
-            service = ResponseStoreService(self._stored_responses)
-            frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(service, self._server)
+        frontend_pb2_grpc.add_ResponseStoreServiceServicer_to_server(
+            ResponseStoreService(self._stored_responses), self._server
+        )
         is_shared = self._siblings is not None
         if config.http_fd:
             listen_sockets = [inherit(fd) for fd in config.http_fd]
@@ -244,6 +252,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         metrics.register(WaitCollector(self._awaiting_worker, prefix))
         metrics.register(CircuitCollector(self._engines.open_circuits, prefix))
         metrics.register(RecordCollector(self._record_counts, prefix))
+        metrics.register(StoreCollector(lambda: self._stored_responses.not_durable, prefix))
         metrics.register(UsageCollector(self._usage, prefix))
         self._add_process_metrics(metrics)
         return metrics
@@ -256,6 +265,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         config = self._config
         dependencies = self._api_dependencies(metrics)
         entries = routes(config.metrics_path)
+        responses_route = next(entry for entry in entries if entry.path == RESPONSES_PATH)
         line_api = dispatcher((e for e in entries if e.path in LINE_PATHS), dependencies)
         admin = None
         if config.metrics_port is not None:
@@ -270,14 +280,22 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             )
         served: AsgiApp = dispatcher(entries, dependencies)
         find_caller = _unchecked
+        with_quotas: Callable[[AsgiApp], AsgiApp] = _without_keys
         if self._config.api_keys is not None:
             keys = KeyFile(self._config.api_keys)
             lifecycle.spawn(keys.follow(), name="api keys")
             find_caller = keys.find_id
             quotas = TenantQuotas(self._members)
-            served = with_keys(served, keys, quotas)
+            with_quotas = partial(with_keys, keys=keys, quotas=quotas)
+            served = with_quotas(served)
         frontend_pb2_grpc.add_BatchLineServiceServicer_to_server(
             BatchLineServicer(line_api, find_caller), self._server
+        )
+        frontend_pb2_grpc.add_BackgroundResponseServiceServicer_to_server(
+            BackgroundResponseServicer(
+                lambda api: with_quotas(dependencies.generation(responses_route, api)), find_caller
+            ),
+            self._server,
         )
         server = HttpServer(
             with_browser_policy(served, config),
@@ -414,6 +432,10 @@ def _encode(metrics: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Returns metrics as text, and its media type, by an Accept header."""
     encode, media_type = choose_encoder(accept)
     return encode(metrics), media_type
+
+
+def _without_keys(api: AsgiApp) -> AsgiApp:
+    return api
 
 
 def _unchecked(tenant: str, key_id: str) -> Caller:

@@ -103,10 +103,13 @@ class FrontendConfig(ServiceConfig):
     media_limit_mb: Annotated[int, Field(ge=1, le=40)] = 32
     """Largest size in MB of all media of a request. With base64 it must fit into a gRPC message."""
     response_store_mb: NonNegativeInt = 256
-    """Memory in MB for stored responses (`/v1/responses`). Above it the oldest of the tenant that
-    stores the most are removed. 0: none are stored."""
+    """Memory in MB for stored responses (`/v1/responses`) that the batch service does not store.
+    Above it the oldest of the tenant that stores the most are removed. 0: none."""
     response_ttl_s: PositiveFloat = 86_400.0
-    """Seconds after which a stored response is removed."""
+    """Seconds after which a stored response is removed from this memory."""
+    durable_responses: bool = True
+    """Store responses in the batch service, while the mesh has one, so that they survive this
+    process. Off: in memory only."""
     websocket_idle_s: PositiveFloat = 600.0
     """Seconds without a response after which a WebSocket (`GET /v1/responses`) is closed. Raise it
     if the tools of agents take longer."""

@@ -105,8 +105,8 @@ class UpOptions(ServiceConfig):
     indexers: NonNegativeInt = 1
     """Number of indexers. 0: routers only use their own decisions."""
     batches: NonNegativeInt = 0
-    """Number of batch services, which serve /v1/files and /v1/batches. Further ones take over if
-    the first one ends."""
+    """Number of batch services, which serve /v1/files and /v1/batches, and store responses and
+    conversations. Further ones take over if the first one ends."""
     pickers: NonNegativeInt = 0
     """Number of endpoint pickers, for gateways that send requests to servers which run already."""
     ext_proc_port: Port = 9002

@@ -41,7 +41,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The line is sent again after a pause. is_busy: no capacity, which does not count as a try."""
+    """A line, or a response in the background, is sent again after a pause. is_busy: no capacity,
+    which does not count as a try."""
 
     pause_s: float
     is_busy: bool
@@ -50,7 +51,13 @@ class Retry:
 def judge(
     line_id: str, custom_id: str, reply: Reply, *, failures: int, attempts_max: int
 ) -> Result | Retry:
-    """Returns the result of a line, or that it is sent again.
+    """Returns the result of a line, or that it is sent again. The rest is as of `retry_of`."""
+    retry = retry_of(reply, failures=failures, attempts_max=attempts_max)
+    return _result(line_id, custom_id, reply) if retry is None else retry
+
+
+def retry_of(reply: Reply, *, failures: int, attempts_max: int) -> Retry | None:
+    """Returns whether the same request is sent again after a reply; None: it is not.
 
     - failures: tries that failed by an error of the server, before this one.
     """
@@ -62,7 +69,7 @@ def judge(
     is_fault = reply.status >= 500 or reply.status in _BUSY or reply.status in _NOT_YET
     if is_fault and failures + 1 < attempts_max:
         return Retry(min(2.0**failures, PAUSE_MAX_S), is_busy=False)
-    return _result(line_id, custom_id, reply)
+    return None
 
 
 def _result(line_id: str, custom_id: str, reply: Reply) -> Result:

@@ -1,4 +1,4 @@
-"""Runs batches while this service has the lease.
+"""Runs batches, and responses in the background, while this service has the lease.
 
 The state of a batch is that of the database: a runner that takes the lease over continues there.
 Lines in flight when a runner ends run again, since they have no result.
@@ -19,6 +19,7 @@ from batch_svc.core.pace import Pace
 from batch_svc.core.results import Retry, judge
 from batch_svc.frontends import Frontends
 from batch_svc.runner.batch_run import BatchRun
+from batch_svc.runner.responses import ResponseRunner
 from batch_svc.runner.results import ResultWriter
 from batch_svc.runner.stages import Stages, line_id
 from batch_svc.store.batches import BatchStore, StoredLine
@@ -46,6 +47,7 @@ class Runner:
         stages: Stages,
         lease: RunnerLease,
         frontends: Frontends,
+        responses: ResponseRunner,
         *,
         lease_s: float,
         lines_in_flight: int,
@@ -55,6 +57,7 @@ class Runner:
         self._stages = stages
         self._lease = lease
         self._frontends = frontends
+        self._responses = responses
         self._interval_s = lease_s / _RENEWALS
         self._attempts_max = attempts_max
         self.pace = Pace(lines_in_flight)
@@ -111,6 +114,7 @@ class Runner:
                 group.create_task(self._writer.run(), name="results")
                 group.create_task(self._follow_batches(), name="batches")
                 group.create_task(self._send_lines(group), name="lines")
+                group.create_task(self._responses.run(), name="responses")
         finally:
             self.has_lease = False
 

@@ -41,6 +41,28 @@ def _statements(blob: str) -> tuple[str, ...]:
         f" result {blob}, is_error INTEGER, PRIMARY KEY (batch_id, number))",
         "CREATE INDEX IF NOT EXISTS lines_in_order ON lines (batch_id, position)"
         " WHERE result IS NULL",
+        "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL,"
+        " key_id TEXT NOT NULL, status TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL,"
+        " expires_at DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL,"
+        f" response {blob} NOT NULL, items {blob} NOT NULL,"
+        f" object_time BIGINT NOT NULL, request {blob}, conversation_id TEXT NOT NULL,"
+        " first_item INTEGER NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS responses_not_ended ON responses (created_at, id)"
+        " WHERE status IN ('queued', 'in_progress')",
+        "CREATE INDEX IF NOT EXISTS responses_of_tenant ON responses (tenant, created_at, id)",
+        "CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at)",
+        "CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, tenant TEXT NOT NULL,"
+        " created_at DOUBLE PRECISION NOT NULL, used_at DOUBLE PRECISION NOT NULL,"
+        " metadata TEXT NOT NULL, items BIGINT NOT NULL DEFAULT 0,"
+        " bytes BIGINT NOT NULL DEFAULT 0, next_number BIGINT NOT NULL DEFAULT 0)",
+        "CREATE INDEX IF NOT EXISTS conversations_of_tenant ON conversations (tenant)",
+        "CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (used_at)",
+        "CREATE TABLE IF NOT EXISTS conversation_items (conversation_id TEXT NOT NULL,"
+        f" number BIGINT NOT NULL, item_id TEXT NOT NULL, content {blob} NOT NULL,"
+        " PRIMARY KEY (conversation_id, number))",
+        "CREATE INDEX IF NOT EXISTS conversation_items_by_id"
+        " ON conversation_items (conversation_id, item_id)",
+        "CREATE TABLE IF NOT EXISTS stored_bytes (tenant TEXT PRIMARY KEY, bytes BIGINT NOT NULL)",
     )
 
 

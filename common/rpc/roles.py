@@ -42,6 +42,22 @@ _CALLER: Final[Mapping[str, str]] = {
             *("CreateBatch", "GetBatch", "CancelBatch", "ListBatches"),
         )
     },
+    **{
+        f"/kvmesh.batch.v1.StoredResponseService/{name}": "frontend"
+        for name in (
+            *("PutResponse", "GetStoredResponse", "DeleteStoredResponse"),
+            *("StartResponse", "CancelResponse"),
+        )
+    },
+    **{
+        f"/kvmesh.batch.v1.ConversationService/{name}": "frontend"
+        for name in (
+            *("CreateConversation", "GetConversation", "UpdateConversation"),
+            *("DeleteConversation", "AddItems", "ListItems", "GetItem", "DeleteItem"),
+            "ReadConversation",
+        )
+    },
+    "/kvmesh.frontend.v1.BackgroundResponseService/RunResponse": "batch",
     "/kvmesh.frontend.v1.BatchLineService/RunLine": "batch",
     f"{_ROUTER}Sync": "router",
     "/kvmesh.frontend.v1.ResponseStoreService/GetResponse": "frontend",

@@ -71,6 +71,9 @@ class MessageFormat:
         self._stop = _stop(end)
         return b"".join(map(event, self._blocks.close()))
 
+    async def settle(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> None:
+        """Does nothing: messages are not stored."""
+
     def end(self, usage: CompletionUsage) -> bytes:
         delta = {"type": "message_delta", "delta": self._stop, "usage": usage_object(usage)}
         return event(delta) + event({"type": "message_stop"})

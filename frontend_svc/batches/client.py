@@ -14,8 +14,9 @@ from common.errors import MeshError, Unavailable
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.status import has_no_response, map_rpc_errors
+from frontend_svc.batches.stub import BatchStub
 from frontend_svc.members import Members
-from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc
+from kvmesh.batch.v1 import batch_pb2
 
 LOG = structlog.get_logger(__name__)
 
@@ -24,7 +25,12 @@ CALL_TIMEOUT_S: Final = 30.0
 TRANSFER_TIMEOUT_S: Final = 3600.0
 RETRY_AFTER_S: Final = 1.0
 # Methods that change nothing: another service has the same response.
-READS: Final = frozenset({"GetFile", "ListFiles", "GetBatch", "ListBatches"})
+READS: Final = frozenset(
+    {
+        *("GetFile", "ListFiles", "GetBatch", "ListBatches", "GetStoredResponse"),
+        *("GetConversation", "ListItems", "GetItem", "ReadConversation"),
+    }
+)
 # Reasons of an Unavailable: no service is registered; one is, and gives no response.
 NO_BATCH_SERVICE: Final = "NO_BATCH_SERVICE"
 BATCH_SERVICE_SILENT: Final = "BATCH_SERVICE_SILENT"
@@ -34,7 +40,7 @@ BATCH_SERVICE_SILENT: Final = "BATCH_SERVICE_SILENT"
 class _Service:
     instance_id: int
     channel: rpc.MeshChannel
-    stub: batch_pb2_grpc.BatchServiceStub
+    stub: BatchStub
     calls: int = 0
     """In progress."""
 
@@ -50,6 +56,15 @@ class BatchClient:
         self._members = members
         self._security = security
         self._opened: dict[int, _Service] = {}
+        self.was_there = False
+        """Whether `is_there` was true before."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether discovery shows a batch service."""
+        is_there = bool(self._members.snapshot.of("batch"))
+        self.was_there = self.was_there or is_there
+        return is_there
 
     # Any: a method of the stub, and its messages.
     async def call(self, name: str, request: Any) -> Any:
@@ -61,7 +76,7 @@ class BatchClient:
                 continue  # It has left meanwhile.
             try:
                 with _calling(service):
-                    method = getattr(service.stub, name)
+                    method = service.stub.method(name)
                     return await rpc.unary(method, request, timeout_s=CALL_TIMEOUT_S)
             except Unavailable as error:
                 if error.reason != BATCH_SERVICE_SILENT:
@@ -87,7 +102,7 @@ class BatchClient:
 
         service = (await self._services())[0]
         # Any: the generated types are those of blocking stubs.
-        upload: Any = service.stub.UploadFile
+        upload: Any = service.stub.batches.UploadFile
         with _calling(service):
             call = upload(guarded(), timeout=TRANSFER_TIMEOUT_S)
             try:
@@ -108,7 +123,7 @@ class BatchClient:
             if self._opened.get(service.instance_id) is not service:
                 continue  # It has left meanwhile.
             # Any: as above.
-            read: Any = service.stub.ReadFile
+            read: Any = service.stub.batches.ReadFile
             try:
                 with _calling(service):
                     call = read(request, timeout=TRANSFER_TIMEOUT_S)
@@ -148,7 +163,7 @@ class BatchClient:
         service = self._opened.get(instance.id)
         if service is None:
             channel = rpc.channel(instance.address, role="batch", security=self._security)
-            stub = batch_pb2_grpc.BatchServiceStub(channel)
+            stub = BatchStub(channel)
             service = self._opened[instance.id] = _Service(instance.id, channel, stub)
         return service
 

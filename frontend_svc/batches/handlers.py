@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from pydantic import ValidationError
 
 from common.access.caller import Caller
-from common.errors import DeadlineExceeded, InvalidRequest, RequestCancelled
 from frontend_svc.batches.client import BatchClient
 from frontend_svc.batches.form import UploadForm
 from frontend_svc.batches.objects import Json, batch_object, file_object, page
 from frontend_svc.batches.schema import BatchesQuery, BatchRequest, FilesQuery
-from frontend_svc.edge.asgi import Receive
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
-from frontend_svc.errors import BODY_TOO_LARGE
+from frontend_svc.endpoints.plain_body import body_parts, read_body
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.openai.body.parsing import parse_json_object
 from frontend_svc.openai.body.validation_errors import invalid_value
-from frontend_svc.responses.queries import parse_query
 from kvmesh.batch.v1 import batch_pb2
 
 # Of the body of a batch.
 _BODY_BYTES_MAX: Final = 64 << 10
 _PART_BYTES: Final = 256 << 10
-# In which the next part of a body must arrive.
-_PART_TIMEOUT_S: Final = 60.0
 
 
 class BatchHandlers:
@@ -75,7 +70,7 @@ class BatchHandlers:
         )
 
     async def create_batch(self, request: PlainRequest) -> PlainResponse:
-        body = _parse_batch(await _read_body(request.receive))
+        body = _parse_batch(await read_body(request.receive, _BODY_BYTES_MAX))
         expiry = body.output_expires_after
         response: batch_pb2.CreateBatchResponse = await self._client.call(
             "CreateBatch",
@@ -126,7 +121,7 @@ async def _upload(
     form: UploadForm, request: PlainRequest
 ) -> AsyncIterator[batch_pb2.UploadFileRequest]:
     """Yields the messages of an upload while its body arrives. Raises MeshError."""
-    async for part in _body_parts(request.receive):
+    async for part in body_parts(request.receive):
         content = form.feed(part)
         for start in range(0, len(content), _PART_BYTES):
             yield batch_pb2.UploadFileRequest(content=content[start : start + _PART_BYTES])
@@ -139,34 +134,6 @@ async def _upload(
             expires_after_s=form.expires_after_s,
         )
     )
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """Returns a small body. Raises InvalidRequest above its limit, and as `_body_parts`."""
-    body = b""
-    async for part in _body_parts(receive):
-        body += part
-        if len(body) > _BODY_BYTES_MAX:
-            text = f"The body is larger than {_BODY_BYTES_MAX >> 10} KB."
-            raise InvalidRequest(text, reason=BODY_TOO_LARGE)
-    return body
-
-
-async def _body_parts(receive: Receive) -> AsyncIterator[bytes]:
-    """Yields a body as it arrives. Raises DeadlineExceeded and RequestCancelled."""
-    has_more = True
-    while has_more:
-        try:
-            async with asyncio.timeout(_PART_TIMEOUT_S):
-                # Any: a message of ASGI.
-                message: Any = await receive()
-        except TimeoutError:
-            text = f"No part of the body arrived within {_PART_TIMEOUT_S:g} s."
-            raise DeadlineExceeded(text) from None
-        if message["type"] == "http.disconnect":
-            raise RequestCancelled("The client disconnected before its body was complete.")
-        yield message.get("body", b"")
-        has_more = message.get("more_body", False)
 
 
 def _parse_batch(raw: bytes) -> BatchRequest:

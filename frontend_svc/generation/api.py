@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 from common.access.caller import Caller
 from common.request.preprocessed import PreprocessedRequest
@@ -54,6 +54,10 @@ class ResponseInfo:
     """Output tokens of each choice up to now, which the choices set; None: nothing reads them."""
 
 
+# Stores a request with its headers; returns the body of the response for now.
+Detach: TypeAlias = Callable[[ResponseInfo, Sequence[tuple[bytes, bytes]]], Awaitable[bytes]]
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
     """A body as the request it stands for. make_format: called once, after all checks."""
@@ -67,6 +71,9 @@ class ParsedBody:
     continued: str | None = None
     """The request of the first response of a stored conversation; "": this one begins it; None:
     nothing is continued or stored."""
+
+    detach: Detach | None = None
+    """Has the response run later, without this request; None: this request runs it."""
 
 
 @dataclass(frozen=True, slots=True)

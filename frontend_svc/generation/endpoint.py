@@ -22,7 +22,7 @@ from frontend_svc.generation.api import (
 from frontend_svc.generation.choices import echo_with_logprobs, make_choices
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.generation.form import ResponseForm, form_of
-from frontend_svc.generation.streaming import OpenChoice, ResponseWriter
+from frontend_svc.generation.streaming import OpenChoice, ResponseWriter, send_json
 from frontend_svc.generation.tokenization import tokenize
 from frontend_svc.generation.worker_requests import count_outcome, open_requests
 from frontend_svc.media.loader import MediaLoader
@@ -84,8 +84,12 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         return parsed if request is parsed.request else replace(parsed, request=request)
 
     async def serve(self, context: HttpRequest, body: ParsedBody, meter: RequestMeter) -> None:
-        prepared = await self.prepare(context, body.request, meter)
+        prepared = await self.prepare(context, body.request, meter if body.detach is None else None)
         info = _response_info(context, prepared)
+        if body.detach is not None:
+            await send_json(context, await body.detach(info, context.header_pairs))
+            meter.mark_ok()
+            return
         extension = _extension(prepared, info)
         api_format = body.make_format(info)
         is_query_only = extension is not None and extension.is_query_only
@@ -118,10 +122,16 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         count_outcome(self._dependencies, context, meter)
 
     async def prepare(
-        self, context: HttpRequest, parsed: ChatRequest | CompletionRequest, meter: RequestMeter
+        self,
+        context: HttpRequest,
+        parsed: ChatRequest | CompletionRequest,
+        meter: RequestMeter | None,
     ) -> PreparedBody:
         """Returns a body after all checks and tokenization. Raises MeshError with the field of the
-        body."""
+        body.
+
+        - meter: counts its prompts; None: they run later.
+        """
         table: Table = "chat" if isinstance(parsed, ChatRequest) else "completions"
         try:
             model = self._models.get_for(parsed.model, table)
@@ -234,11 +244,12 @@ def _count_prompts(
     body: ChatRequest | CompletionRequest,
     requests: Sequence[PreprocessedRequest],
     prompt_tokens: int,
-    meter: RequestMeter,
+    meter: RequestMeter | None,
 ) -> None:
     """Counts the prompts, and reserves their tokens and those of all choices of the tenant's
     quota. Raises Overloaded above it."""
-    meter.prompt(prompt_tokens)
+    if meter is not None:
+        meter.prompt(prompt_tokens)
     if context.quota is not None:
         outputs = [request.stop_conditions.max_tokens or 0 for request in requests]
         context.quota.reserve(prompt_tokens + sum(outputs) * body.choices_per_prompt)

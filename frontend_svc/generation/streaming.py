@@ -119,6 +119,7 @@ class ResponseWriter:
                 usage = self._usage()
                 if extension is not None:
                     events += extension.last_comments(usage)
+                await api_format.settle((), usage)
                 events += api_format.end(usage)
                 break
             if not has_output:
@@ -167,7 +168,9 @@ class ResponseWriter:
                 await self._check_forms(recorder)
             if self._error is not None:
                 raise self._error
-        await send_json(self._context, api_format.body(recorder.results, self._usage()))
+        usage = self._usage()
+        await api_format.settle(recorder.results, usage)
+        await send_json(self._context, api_format.body(recorder.results, usage))
 
     async def _check_forms(self, recorder: ChoiceRecorder) -> None:
         """Sets `_error` if a choice that has finished lacks the form of the response."""

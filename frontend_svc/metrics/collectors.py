@@ -147,6 +147,20 @@ class RecordCollector(Collector):
             yield family
 
 
+class StoreCollector(Collector):
+    """Responses that the batch service did not take. count: of this process."""
+
+    def __init__(self, count: Callable[[], int], prefix: str) -> None:
+        self._count = count
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        text = "Stored responses that are in memory only, because the batch service did not take"
+        family = CounterMetricFamily(f"{self._prefix}_responses_not_durable", f"{text} them")
+        family.add_metric((), self._count())
+        yield family
+
+
 class CircuitCollector(Collector):
     """Open circuits of workers by cause. counts: of each cause."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
 from common.access.caller import Caller
 from common.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from frontend_svc.batches.conversations import Conversations
 from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import ParsedBody, ResponseInfo, off_loop
@@ -20,27 +23,24 @@ from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.openai.output.json_bytes import compact_json
-from frontend_svc.responses.events import ResponsesFormat, WarmupFormat
-from frontend_svc.responses.ids import request_of, response_id, response_of_item
+from frontend_svc.responses.draft import ResponseDraft
+from frontend_svc.responses.ids import is_durable, response_of_item
 from frontend_svc.responses.kept import Turn
 from frontend_svc.responses.queries import (
     ItemsQuery,
     ResponseQuery,
     items_page,
-    parse_query,
 )
-from frontend_svc.responses.response_object import new_response
 from frontend_svc.responses.schema import Item, ResponsesRequest
 from frontend_svc.responses.store import StoredResponse
 from frontend_svc.responses.stored import StoredResponses
-from frontend_svc.responses.tools import FunctionNames
 from frontend_svc.responses.translation import (
     ResponsesChat,
+    check_item_ids,
     input_items,
     parse_responses,
     read_items,
     references,
-    stored_items,
     to_chat,
     warmup_of,
 )
@@ -48,103 +48,99 @@ from frontend_svc.text.api_format import ApiFormat
 
 # `code` of the error, in upper case.
 PREVIOUS_NOT_FOUND = "PREVIOUS_RESPONSE_NOT_FOUND"
-_NO_STORE = "this frontend stores no responses (--response-store-mb)"
+# States of a response that another one may continue.
+CONTINUABLE = ("completed", "incomplete")
+_NO_STORE = "this frontend stores no responses (--response-store-mb), and no batch service is there"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApi:
-    """`POST /v1/responses`. stored: None if this frontend stores no responses."""
+    """`POST /v1/responses`."""
 
-    stored: StoredResponses | None
+    stored: StoredResponses
+    conversations: Conversations
 
     async def parse(self, raw: bytes, caller: Caller, turn: Turn | None = None) -> ParsedBody:
         """
         - turn: of an event of a WebSocket.
         """
         request = await off_loop(len(raw), parse_responses, raw)
-        if request.store and self.stored is None:
+        if request.store and not self.stored.is_available:
             raise Unsupported("store", _NO_STORE)
+        if request.background:
+            self.stored.require_durable("background", "runs and stores such responses")
         tenant = caller.tenant
         earlier = await self._earlier_items(request, tenant, turn)
-        new_items = input_items(request, await self._referenced(request, tenant, turn))
+        referenced = await self._referenced(request, tenant, earlier, turn)
+        new_items = input_items(request, referenced)
+        if request.named_conversation is not None:
+            check_item_ids(new_items, "input")
 
         def make_chat() -> ResponsesChat:
             chat = to_chat(request, [*read_items(earlier), *new_items])
             return chat if turn is None or turn.generates else warmup_of(chat)
 
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
+        draft = ResponseDraft(self.stored, request, caller, earlier, new_items, turn)
 
         def make_format(info: ResponseInfo) -> ApiFormat:
-            names = chat.chat_tools.names
-            return self._format(request, info, earlier, new_items, tenant, names, turn)
+            return draft.make_format(info, chat.chat_tools.names)
 
         return ParsedBody(
             chat,
             make_format,
             omitted_tools=chat.chat_tools.omitted,
-            continued=self._first_request(request, earlier, is_kept=turn is not None),
+            continued=draft.continued,
+            detach=partial(draft.detach, raw) if request.background else None,
         )
-
-    def _first_request(
-        self, request: ResponsesRequest, earlier: tuple[bytes, ...], *, is_kept: bool
-    ) -> str | None:
-        """Returns `ParsedBody.continued`. Ids of items name their response, unless a client chose
-        them.
-
-        - is_kept: whether the response can be continued although it is not stored.
-        """
-        if request.previous_response_id is None:
-            is_stored = self.stored is not None and request.store is not False
-            return "" if is_stored or is_kept else None
-        responses = (response_of_item(orjson.loads(item)["id"]) for item in earlier)
-        return request_of(next(filter(None, responses), request.previous_response_id))
-
-    def _format(
-        self,
-        request: ResponsesRequest,
-        info: ResponseInfo,
-        earlier: tuple[bytes, ...],
-        new_items: list[Item],
-        tenant: str,
-        names: FunctionNames,
-        turn: Turn | None,
-    ) -> ResponsesFormat:
-        stored = self.stored if request.store is not False else None
-        new_id = response_id(info.request_id, 0 if self.stored is None else self.stored.frontend_id)
-
-        def store(response: bytes) -> None:
-            if stored is None and turn is None:
-                return
-            items = (*earlier, *stored_items(new_items, new_id))
-            written = StoredResponse(response, items, tenant)
-            if stored is not None:
-                stored.put(new_id, written)
-            if turn is not None:
-                turn.kept.put(turn.lane, new_id, written)
-
-        response = new_response(request, new_id, info.created, is_stored=stored is not None)
-        response["model"] = info.model  # not an alias, as in a chat
-        has_output = turn is None or turn.generates
-        return (ResponsesFormat if has_output else WarmupFormat)(response, store, names)
 
     async def _earlier_items(
         self, request: ResponsesRequest, tenant: str, turn: Turn | None
     ) -> tuple[bytes, ...]:
-        """Returns the conversation up to the previous response, as JSON items."""
+        """Returns the conversation up to the previous response, or the named one, as JSON
+        items."""
+        if (conversation_id := request.named_conversation) is not None:
+            return await self._named_items(conversation_id, tenant)
         previous_id = request.previous_response_id
         if previous_id is None:
             return ()
         field = "previous_response_id"
-        return _conversation(await self._get(previous_id, tenant, field, PREVIOUS_NOT_FOUND, turn))
+        previous = await self._get(previous_id, tenant, field, PREVIOUS_NOT_FOUND, turn)
+        status = orjson.loads(previous.response)["status"]
+        if status not in CONTINUABLE:
+            text = f"Invalid 'previous_response_id': the response {previous_id!r} is {status}."
+            raise InvalidRequest(text, field, reason=INVALID_VALUE)
+        return _conversation(previous)
+
+    async def _named_items(self, conversation_id: str, tenant: str) -> tuple[bytes, ...]:
+        self.stored.require_durable("conversation", "stores conversations")
+        try:
+            return await self.conversations.read(tenant, conversation_id)
+        except NotFound as error:
+            raise NotFound(error.message, field="conversation") from None
 
     async def _referenced(
-        self, request: ResponsesRequest, tenant: str, turn: Turn | None
+        self,
+        request: ResponsesRequest,
+        tenant: str,
+        earlier: Iterable[bytes],
+        turn: Turn | None,
     ) -> Mapping[int, Item]:
-        """Returns the stored items to which the input refers, by their index."""
+        """Returns the stored items to which the input refers, by their index.
+
+        - earlier: the conversation before the input.
+        """
         found: dict[int, Item] = {}
         responses: dict[str, StoredResponse] = {}
-        for index, item_id in references(request).items():
+        wanted = references(request)
+        if not wanted:
+            return found
+        known = {orjson.loads(item).get("id"): item for item in earlier}
+        for index, item_id in wanted.items():
             field = f"input[{index}].id"
+            if item_id in known:
+                (found[index],) = read_items([known[item_id]])
+                continue
             of_response = response_of_item(item_id) or item_id
             if of_response not in responses:
                 responses[of_response] = await self._get(
@@ -163,13 +159,13 @@ class ResponsesApi:
     ) -> StoredResponse:
         if turn is not None and (kept := turn.kept.get(stored_id)) is not None:
             return kept
-        if self.stored is None and turn is not None:
+        if not self.stored.is_available and not is_durable(stored_id):
+            if turn is None:
+                raise Unsupported(field, _NO_STORE)
             text = (
                 f"Invalid '{field}': this connection does not keep {stored_id!r}, and {_NO_STORE}."
             )
             raise InvalidRequest(text, field, reason=reason)
-        if self.stored is None:
-            raise Unsupported(field, _NO_STORE)
         try:
             return await self.stored.get(stored_id, tenant)
         except NotFound as error:
@@ -212,10 +208,7 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
 class StoredResponseHandlers:
     """The handlers that read and delete stored responses."""
 
-    def __init__(self, stored: StoredResponses | None) -> None:
-        """
-        - stored: None if this frontend stores no responses.
-        """
+    def __init__(self, stored: StoredResponses) -> None:
         self._stored = stored
 
     async def get(self, request: PlainRequest) -> PlainResponse:
@@ -224,18 +217,18 @@ class StoredResponseHandlers:
 
     async def delete(self, request: PlainRequest) -> PlainResponse:
         deleted_id = request.parameters["id"]
-        await self._responses().delete(deleted_id, request.caller.tenant)
+        await self._stored.delete(deleted_id, request.caller.tenant)
         deleted = {"id": deleted_id, "object": "response", "deleted": True}
         return PlainResponse(orjson.dumps(deleted))
+
+    async def cancel(self, request: PlainRequest) -> PlainResponse:
+        return PlainResponse(
+            await self._stored.cancel(request.parameters["id"], request.caller.tenant)
+        )
 
     async def list_items(self, request: PlainRequest) -> PlainResponse:
         query = parse_query(ItemsQuery, request.query)
         return PlainResponse(items_page((await self._get(request)).input_items, query))
 
     async def _get(self, request: PlainRequest) -> StoredResponse:
-        return await self._responses().get(request.parameters["id"], request.caller.tenant)
-
-    def _responses(self) -> StoredResponses:
-        if self._stored is None:
-            raise NotFound(_NO_STORE)
-        return self._stored
+        return await self._stored.get(request.parameters["id"], request.caller.tenant)

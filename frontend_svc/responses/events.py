@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeAlias
 
 import orjson
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
 from frontend_svc.errors import http_error
-from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.openai.output.sse import KEEP_ALIVE
 from frontend_svc.responses.output import Json, OutputItems
 from frontend_svc.responses.response_object import usage_object
@@ -23,21 +22,28 @@ _INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "content_filter": "
 
 _PLAIN_NAMES: Final = FunctionNames()
 
+# Stores a complete response; returns it as the client receives it.
+StoreResponse: TypeAlias = Callable[[Json], Awaitable[Json]]
+
 
 class ResponsesFormat:
-    """Writes one response. response: from `new_response`. on_complete: receives its JSON before the
-    client does. names: of its functions."""
+    """Writes one response."""
 
     keep_alive: Final = KEEP_ALIVE
 
     def __init__(
         self,
         response: Json,
-        on_complete: Callable[[bytes], None],
+        store: StoreResponse,
         names: FunctionNames = _PLAIN_NAMES,
     ) -> None:
+        """
+        - response: from `new_response`.
+        - store: called before the client has all of the response.
+        - names: of its functions.
+        """
         self._response = response
-        self._on_complete = on_complete
+        self._store = store
         self._output = OutputItems(response["id"], names)
         self._next_number = 0
         self._incomplete_reason: str | None = None
@@ -65,8 +71,23 @@ class ResponsesFormat:
         last_events = self._output.close("completed" if is_complete else "incomplete")
         return events + b"".join(map(self._event, last_events))
 
+    async def settle(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> None:
+        for choice in choices:
+            self.output(0, choice.deltas, choice.tokens)
+            self.finish(0, choice.end)
+        reason = self._incomplete_reason
+        self._response = await self._store(
+            self._response
+            | {
+                "status": "completed" if reason is None else "incomplete",
+                "incomplete_details": None if reason is None else {"reason": reason},
+                "output": self._output.items,
+                "usage": usage_object(usage),
+            }
+        )
+
     def end(self, usage: CompletionUsage) -> bytes:
-        response = self._complete(usage)
+        response = self._response
         return self._event({"type": f"response.{response['status']}", "response": response})
 
     def error(self, error: MeshError) -> bytes:
@@ -82,21 +103,7 @@ class ResponsesFormat:
         return self._event({"type": "response.failed", "response": response})
 
     def body(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> bytes:
-        (choice,) = choices
-        self.output(0, choice.deltas, choice.tokens)
-        self.finish(0, choice.end)
-        return orjson.dumps(self._complete(usage))
-
-    def _complete(self, usage: CompletionUsage) -> Json:
-        reason = self._incomplete_reason
-        response = self._response | {
-            "status": "completed" if reason is None else "incomplete",
-            "incomplete_details": None if reason is None else {"reason": reason},
-            "output": self._output.items,
-            "usage": usage_object(usage),
-        }
-        self._on_complete(compact_json(response))
-        return response
+        return orjson.dumps(self._response)
 
     def _event(self, event: Json) -> bytes:
         """Returns a server-sent event, numbered from 0; its name is its type."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from common.errors import InvalidRequest
 from frontend_svc.openai.body.fields import StrictModel, refuse
-from frontend_svc.openai.body.validation_errors import INVALID_VALUE, invalid_value
+from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.responses.schema import Include
 
 _NO_EVENTS = "the events of a response are not stored"
-# Parameters that are lists, of all routes.
-_LISTS = frozenset({"include", "group_by"})
 
 
 class ResponseQuery(StrictModel):
@@ -35,26 +33,6 @@ class ItemsQuery(StrictModel):
     limit: Annotated[int, Field(ge=1, le=100, strict=False)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
-
-
-Q = TypeVar("Q", bound=StrictModel)
-
-
-def parse_query(model: type[Q], pairs: Iterable[tuple[str, str]]) -> Q:
-    """pairs: names and values; a list has a name of `_LISTS`, also with `[]`. Raises InvalidRequest
-    with the name of the first invalid parameter."""
-    # Any: texts, and lists of texts.
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        name = name.removesuffix("[]")
-        if name in _LISTS:
-            values.setdefault(name, []).append(value)
-        else:
-            values[name] = value
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise invalid_value(error) from None
 
 
 def items_page(raw_items: Sequence[bytes], query: ItemsQuery) -> bytes:

@@ -16,6 +16,7 @@ def new_response(
     request: ResponsesRequest, response_id: str, created: int, *, is_stored: bool
 ) -> Json:
     """Returns a response without output. created: Unix seconds."""
+    conversation = request.named_conversation
     text, reasoning, choice = request.text, request.reasoning, request.tool_choice
     text_format: Json = {"type": "text"}
     if text is not None and text.format is not None:
@@ -25,7 +26,8 @@ def new_response(
         "object": "response",
         "created_at": created,
         "status": "in_progress",
-        "background": False,
+        "background": request.background is True,
+        "conversation": None if conversation is None else {"id": conversation},
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,

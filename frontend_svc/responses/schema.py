@@ -9,7 +9,9 @@ Honoured
   previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions, and
   namespaces of functions), tool_choice (none, auto, required, a function), parallel_tool_calls,
   text.format (text, json_object, json_schema), reasoning.effort (as reasoning_effort of a chat),
-  metadata (returned), prompt_cache_key, nvext and chat_template_kwargs, as in a chat
+  background (with a batch service, which stores the response; not with stream), conversation (with
+  a batch service, which stores it; not with previous_response_id), metadata (returned),
+  prompt_cache_key, nvext and chat_template_kwargs, as in a chat
 Accepted, because they cannot change the response
   user, safety_identifier, max_tool_calls (it limits built-in tools),
   id, status and phase of items, logprobs of parts, tools[].defer_loading (all functions are in the
@@ -18,12 +20,12 @@ Left out of the prompt, and named in the header `x-kvmesh-omitted-tools`, if oth
   tools of `OPENAI_HOSTED_TOOLS`: the vendor's own server runs them, and no answer need use them
 Accepted with a value that has no effect, else refused by name
   include (only reasoning.encrypted_content: reasoning items contain their text, so that clients may
-  send them back), background (false), truncation (disabled), service_tier (auto, default),
+  send them back), truncation (disabled), service_tier (auto, default),
   prompt_cache_retention (in_memory), top_logprobs (0), text.verbosity (medium), reasoning.summary
   (auto: there is none), reasoning.context (auto), reasoning.mode (standard),
   stream_options.include_obfuscation (false), annotations of parts ([]), detail of images (auto)
 Refused by name unless null
-  other items, parts and tools (files, MCP, shells, custom ones), conversation, prompt, moderation,
+  other items, parts and tools (files, MCP, shells, custom ones), prompt, moderation,
   access_programs, context_management, image, prompt_cache_options, encrypted_content of reasoning
 
 `null` means absent. Types are strict, as in `openai/body/schema.py`.
@@ -65,6 +67,8 @@ from frontend_svc.openai.body.ignored import CallerFields
 from frontend_svc.openai.body.nvext import Nvext
 
 RESPONSE_ID_CHARS_MAX = 128
+# Of items in conversations.
+ITEM_ID_PATTERN = "^[A-Za-z0-9_-]{1,128}$"
 _PART_TYPES = ("input_text", "output_text")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _OTHER_ITEM = "\0item"
@@ -297,8 +301,25 @@ class ReasoningConfig(StrictModel):
     mode: Annotated[object, refuse("there is only one mode", "standard")] = None
 
 
+ConversationId: TypeAlias = Annotated[str, Field(min_length=1, max_length=RESPONSE_ID_CHARS_MAX)]
+
+
 class EventOptions(StrictModel):
     include_obfuscation: Annotated[object, refuse("events are not padded", False)] = None
+
+
+class NamedConversation(StrictModel):
+    """The conversation of a response."""
+
+    id: ConversationId
+
+
+ConversationChoice: TypeAlias = Annotated[
+    Annotated[ConversationId, Tag(TEXT)]
+    | Annotated[NamedConversation, Tag(OBJECT)]
+    | Annotated[Any, wrong_type("a string or an object"), Tag(WRONG_TYPE)],
+    Discriminator(text_or_object),
+]
 
 
 class ResponsesRequest(CallerFields):
@@ -337,17 +358,23 @@ class ResponsesRequest(CallerFields):
     max_tool_calls: AtLeastOne | None = None
 
     include: Include | None = None
-    background: Annotated[object, refuse("responses run in the foreground", False)] = None
+    background: bool | None = None
     truncation: Annotated[object, refuse("the conversation is not cut", "disabled")] = None
     service_tier: Annotated[object, refuse("there is only one service tier", "auto", "default")] = (
         None
     )
     prompt_cache_retention: Annotated[object, refuse(NO_RETENTION, "in_memory", "in-memory")] = None
     top_logprobs: Annotated[object, refuse("log probabilities are not available here", 0)] = None
-    conversation: Annotated[object, refuse("use previous_response_id")] = None
+    conversation: ConversationChoice | None = None
     prompt: Annotated[object, refuse("there are no prompt templates")] = None
     moderation: UnsupportedField = None
     access_programs: UnsupportedField = None
     context_management: UnsupportedField = None
     image: UnsupportedField = None
     prompt_cache_options: UnsupportedField = None
+
+    @property
+    def named_conversation(self) -> str | None:
+        """The id of its conversation."""
+        named = self.conversation
+        return named.id if isinstance(named, NamedConversation) else named

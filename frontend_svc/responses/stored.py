@@ -1,18 +1,25 @@
-"""Stored responses of all frontends: each keeps its own and serves them to the others over gRPC."""
+"""Stored responses: those of the batch service, and those in the memory of frontends.
+
+Without a batch service, each frontend keeps its own responses in memory and serves them to the
+others over gRPC. So it does with a response that the batch service does not take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
+import structlog
 
-from common.errors import MeshError, NotFound, Unavailable
+from common.access.caller import Caller
+from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from frontend_svc.members import Members
-from frontend_svc.responses.ids import frontend_of
+from frontend_svc.responses.durable import NO_CONVERSATION, Append, DurableResponses
+from frontend_svc.responses.ids import frontend_of, is_durable, response_id
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
 
@@ -22,43 +29,165 @@ _FIELD = "response_id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+LOG = structlog.get_logger(__name__)
+
+
+class PutResult(NamedTuple):
+    """Whether a response is stored, and whether its conversation has its items."""
+
+    is_stored: bool
+    has_appended: bool
+
 
 class StoredResponses:
-    """store: of this frontend. clock: of the store, in seconds."""
+    """The stored responses of the mesh, as one frontend writes and reads them."""
 
     def __init__(
         self,
         frontend_id: int,
-        store: ResponseStore,
+        store: ResponseStore | None,
         members: Members,
         clock: Callable[[], float],
         security: rpc.Security = rpc.PLAINTEXT,
+        durable: DurableResponses | None = None,
+        *,
+        writes_durably: bool = True,
     ) -> None:
+        """
+        - store: of this frontend; None: it keeps none in memory.
+        - clock: of the store, in seconds.
+        - durable: None: the mesh has no batch service.
+        - writes_durably: whether the batch service gets new responses while it is there.
+        """
         self.frontend_id = frontend_id
         self._store = store
         self._members = members
         self._clock = clock
         self._security = security
+        self._durable = durable
+        self._writes_durably = writes_durably
+        self.not_durable = 0
+        """Responses that the batch service did not take."""
 
-    def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response of this frontend."""
+    @property
+    def is_durable(self) -> bool:
+        """Whether new responses go to the batch service."""
+        return self._durable is not None and self._writes_durably and self._durable.is_there
+
+    @property
+    def is_available(self) -> bool:
+        """Whether new responses can be stored."""
+        return self._store is not None or self.is_durable
+
+    def require_durable(self, field: str, purpose: str) -> None:
+        """Raises Unsupported if the mesh has no batch service, and Unavailable if it had one.
+
+        - purpose: what the service does for the field.
+        """
+        if self._durable is None or not (self._durable.is_there or self._durable.was_there):
+            raise Unsupported(field, f"the mesh has no batch service, which {purpose}")
+        if not self._durable.is_there:
+            text = "no batch service is there: the mesh has lost it"
+            raise Unavailable(text, 1.0, reason="NO_BATCH_SERVICE", field=field)
+
+    def new_id(self, request_id: str, *, must_be_durable: bool = False) -> str:
+        """Returns the id of a new response."""
+        return response_id(
+            request_id, self.frontend_id, is_durable=must_be_durable or self.is_durable
+        )
+
+    async def put(
+        self,
+        response_id: str,
+        stored: StoredResponse,
+        append: Append = NO_CONVERSATION,
+        *,
+        only_appends: bool = False,
+    ) -> PutResult:
+        """Stores a response of this frontend, at the latest in its memory.
+
+        - only_appends: the response itself is not stored.
+        """
+        if is_durable(response_id) and self._durable is not None:
+            try:
+                has_appended = await self._durable.put(
+                    response_id, stored, append, only_appends=only_appends
+                )
+                return PutResult(not only_appends, has_appended)
+            except MeshError as error:
+                self.not_durable += 1
+                LOG.warning("response_not_durable", response=response_id, error=error.message)
+        if only_appends or self._store is None:
+            return PutResult(False, False)
         self._store.put(response_id, stored, self._clock())
+        return PutResult(True, False)
 
     def get_own(self, response_id: str, tenant: str = "") -> StoredResponse:
-        """Returns a tenant's response of this frontend. Raises NotFound."""
+        """Returns a tenant's response in the memory of this frontend. Raises NotFound."""
+        if self._store is None:
+            text = "this frontend keeps no responses in memory (--response-store-mb)"
+            raise NotFound(text, field=_FIELD)
         stored = self._store.get(response_id, self._clock())
         if stored is None or stored.tenant != tenant:
             raise _not_stored(response_id)
         return stored
 
     def delete_own(self, response_id: str, tenant: str = "") -> None:
-        """Removes a tenant's response of this frontend. Raises NotFound."""
+        """Removes a tenant's response from the memory of this frontend. Raises NotFound."""
         self.get_own(response_id, tenant)
-        self._store.delete(response_id, self._clock())
+        if self._store is not None:
+            self._store.delete(response_id, self._clock())
 
     async def get(self, response_id: str, tenant: str = "") -> StoredResponse:
-        """Returns a tenant's response of any frontend. Raises NotFound, also if that has left, and
-        Unavailable if its frontend does not respond."""
+        """Returns a tenant's response. Raises NotFound, also if its frontend has left, and
+        Unavailable if the process that stores it does not respond."""
+        if not is_durable(response_id) or self._durable is None:
+            return await self._get_kept(response_id, tenant)
+        try:
+            return await self._durable.get(response_id, tenant)
+        except (NotFound, Unavailable) as error:
+            try:
+                return await self._get_kept(response_id, tenant)
+            except (NotFound, Unavailable):
+                raise error from None
+
+    async def delete(self, response_id: str, tenant: str = "") -> None:
+        """Removes a response. Raises as `get`."""
+        if not is_durable(response_id) or self._durable is None:
+            await self._delete_kept(response_id, tenant)
+            return
+        try:
+            await self._durable.delete(response_id, tenant)
+        except (NotFound, Unavailable) as error:
+            try:
+                await self._delete_kept(response_id, tenant)
+            except (NotFound, Unavailable):
+                raise error from None
+
+    async def start(
+        self,
+        response_id: str,
+        stored: StoredResponse,
+        caller: Caller,
+        request: bytes,
+        created: int,
+        append: Append,
+    ) -> None:
+        """Has a response run in the background: see `DurableResponses.start`."""
+        assert self._durable is not None, "checked before"
+        await self._durable.start(response_id, stored, caller, request, created, append)
+
+    async def cancel(self, response_id: str, tenant: str = "") -> bytes:
+        """Ends a response in the background; returns its object. Raises as `get`, and
+        InvalidRequest if it did not run in the background."""
+        if is_durable(response_id) and self._durable is not None:
+            return await self._durable.cancel(response_id, tenant)
+        await self._get_kept(response_id, tenant)
+        text = f"the response {response_id!r} did not run in the background"
+        raise InvalidRequest(text, _FIELD)
+
+    async def _get_kept(self, response_id: str, tenant: str) -> StoredResponse:
+        """Returns a tenant's response in the memory of any frontend."""
         owner = self._owner(response_id)
         if owner is None:
             return self.get_own(response_id, tenant)
@@ -67,8 +196,7 @@ class StoredResponses:
             response: frontend_pb2.GetResponseResponse = await self._call(stub.GetResponse, request)
         return StoredResponse(response.response, tuple(response.input_items), tenant)
 
-    async def delete(self, response_id: str, tenant: str = "") -> None:
-        """Removes a response of any frontend. Raises as `get`."""
+    async def _delete_kept(self, response_id: str, tenant: str) -> None:
         owner = self._owner(response_id)
         if owner is None:
             self.delete_own(response_id, tenant)

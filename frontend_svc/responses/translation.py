@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import Field, SkipValidation, TypeAdapter, ValidationError
@@ -19,6 +19,7 @@ from frontend_svc.openai.body.validation_errors import (
 from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.responses.ids import item_id
 from frontend_svc.responses.schema import (
+    ITEM_ID_PATTERN,
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
@@ -52,6 +53,7 @@ _ID_PREFIXES: Final[Mapping[type[Item], str]] = {
     FunctionCallOutputItem: "fco",
     ReasoningItem: "rs",
 }
+_ITEM_ID: Final = re.compile(ITEM_ID_PATTERN)
 _ITEMS: Final = TypeAdapter[list[Item]](list[Item])
 
 # Any: JSON.
@@ -77,7 +79,22 @@ def parse_responses(body: bytes) -> ResponsesRequest:
     if request.stream_options is not None and not request.stream:
         text = "'stream_options' is only allowed when 'stream' is true."
         raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)
+    if request.background:
+        _check_background(request)
+    if request.named_conversation is not None and request.previous_response_id is not None:
+        text = "'conversation' and 'previous_response_id' exclude each other."
+        raise InvalidRequest(text, "conversation", reason=INVALID_VALUE)
     return request
+
+
+def _check_background(request: ResponsesRequest) -> None:
+    """Raises InvalidRequest and Unsupported for what a response in the background cannot have."""
+    if request.store is False:
+        text = "'background' needs 'store': the response is read when it has ended."
+        raise InvalidRequest(text, "background", reason=INVALID_VALUE)
+    if request.stream:
+        text = "a response in the background is no stream; read it until it has ended"
+        raise Unsupported("stream", text)
 
 
 def references(request: ResponsesRequest) -> Mapping[int, str]:
@@ -104,15 +121,33 @@ def read_items(raw: Iterable[bytes]) -> list[Item]:
 
 def stored_items(items: Sequence[Item], response_id: str) -> tuple[bytes, ...]:
     """Returns the input of a response as JSON objects of the Responses API, each with an id."""
-    return tuple(
-        compact_json(_stored_item(item, response_id, index)) for index, item in enumerate(items)
+    return items_as_json(
+        items, lambda prefix, index: item_id(prefix, response_id, index, is_input=True)
     )
 
 
-def _stored_item(item: Item, response_id: str, index: int) -> Json:
+def items_as_json(items: Sequence[Item], new_id: Callable[[str, int], str]) -> tuple[bytes, ...]:
+    """Returns items as JSON objects of the Responses API. new_id: returns the id of one that has
+    none, from its prefix and its index."""
+    return tuple(
+        compact_json(_stored_item(item, item.id or new_id(_ID_PREFIXES[type(item)], index)))
+        for index, item in enumerate(items)
+    )
+
+
+def check_item_ids(items: Iterable[Item], field: str) -> None:
+    """Raises InvalidRequest for the id of an item that a conversation cannot have. field: of the
+    items."""
+    for index, item in enumerate(items):
+        if item.id is not None and not _ITEM_ID.fullmatch(item.id):
+            name = f"{field}[{index}].id"
+            text = f"Invalid '{name}': 1 to 128 letters, digits, '_' and '-'."
+            raise InvalidRequest(text, name, reason=INVALID_VALUE)
+
+
+def _stored_item(item: Item, own_id: str) -> Json:
     value = item.model_dump(exclude_none=True)
-    new_id = item_id(_ID_PREFIXES[type(item)], response_id, index, is_input=True)
-    value |= {"id": item.id or new_id, "status": item.status or "completed"}
+    value |= {"id": own_id, "status": item.status or "completed"}
     match item:
         case MessageItem(role=role, content=content):
             text: Json = {"type": "input_text"}

@@ -10,7 +10,9 @@ from common.registry.registry import Registry
 from common.trials.fair_trials import FairTrials
 from common.trials.trials import Trials
 from frontend_svc.batches.client import BatchClient
+from frontend_svc.batches.conversations import Conversations
 from frontend_svc.batches.handlers import BatchHandlers
+from frontend_svc.conversations.handlers import ConversationHandlers
 from frontend_svc.endpoints.endpoint import EndpointDependencies
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import CompletionApi, GenerationApi
@@ -45,7 +47,7 @@ class ApiDependencies:
         self,
         endpoints: EndpointDependencies,
         trials: Trials,
-        stored: StoredResponses | None,
+        stored: StoredResponses,
         readiness: Callable[[], Readiness],
         combine: Callable[[Readiness], Awaitable[Readiness]],
         encode_metrics: EncodeMetrics,
@@ -54,7 +56,6 @@ class ApiDependencies:
         registry: Registry,
     ) -> None:
         """
-        - stored: None: no responses are stored.
         - readiness: of this process.
         - combine: adds the readiness of the other processes of this frontend.
         - encode_metrics: of the frontend.
@@ -69,7 +70,9 @@ class ApiDependencies:
         self.constraints = ConstraintChecks(FairTrials(trials), config.grammar_compile_s)
         self.media = MediaLoader(fetcher, config.media_limit_mb << 20)
         self.no_media = MediaLoader(None, config.media_limit_mb << 20)
-        self.responses = ResponsesApi(stored)
+        conversations = Conversations(batches)
+        self.responses = ResponsesApi(stored, conversations)
+        self.conversations = ConversationHandlers(conversations)
         self.stored_responses = StoredResponseHandlers(stored)
         self.health = HealthHandlers(endpoints.models, readiness, combine)
         self.models = ModelHandlers(endpoints.models, readiness)

@@ -14,6 +14,7 @@ from common.errors import Unimplemented
 from common.runtime.build import build_name
 from frontend_svc.anthropic.models import ModelsQuery, model_info, models_page
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.endpoints.request_context import MODEL_OWNER
 from frontend_svc.endpoints.route import Route
 from frontend_svc.members import Members
@@ -22,7 +23,6 @@ from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.output.completion_objects import model_list, model_object
 from frontend_svc.readiness import Readiness
-from frontend_svc.responses.queries import parse_query
 from frontend_svc.routes.document import api_document
 
 API_VERSION = "1"

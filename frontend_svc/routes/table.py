@@ -13,6 +13,13 @@ from frontend_svc.anthropic.endpoint import CountTokensEndpoint, MessagesApi
 from frontend_svc.anthropic.errors import MESSAGES_ERRORS
 from frontend_svc.anthropic.schema import MessagesRequest, PromptRequest
 from frontend_svc.batches.schema import BatchesQuery, BatchRequest, FilesQuery, UploadFields
+from frontend_svc.conversations.schema import (
+    ConversationItemQuery,
+    ConversationItems,
+    ConversationItemsQuery,
+    ConversationRequest,
+    ConversationUpdate,
+)
 from frontend_svc.edge.asgi import AsgiApp
 from frontend_svc.embeddings.api import EmbeddingApi
 from frontend_svc.embeddings.body import EmbeddingRequest
@@ -298,11 +305,108 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         operation=Operation(summary="Deletes a stored response"),
     ),
     RouteEntry(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        handler=_plain(lambda dependencies: dependencies.stored_responses.cancel),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Ends a response that runs in the background", result="the response"
+        ),
+    ),
+    RouteEntry(
         method="GET",
         path="/v1/responses/{id}/input_items",
         handler=_plain(lambda dependencies: dependencies.stored_responses.list_items),
         permission=Permission.INFER,
         operation=Operation(summary="Lists the input of a stored response", query=ItemsQuery),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/conversations",
+        handler=_plain(lambda dependencies: dependencies.conversations.create),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Begins a conversation",
+            bodies=(ConversationRequest,),
+            example={"items": [{"type": "message", "role": "user", "content": "Hi"}]},
+            result="the conversation",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/conversations/{id}",
+        handler=_plain(lambda dependencies: dependencies.conversations.get),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Describes a conversation",
+            result="the conversation",
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/conversations/{id}",
+        handler=_plain(lambda dependencies: dependencies.conversations.update),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Replaces the metadata of a conversation",
+            bodies=(ConversationUpdate,),
+            example={"metadata": {"topic": "demo"}},
+            result="the conversation",
+        ),
+    ),
+    RouteEntry(
+        method="DELETE",
+        path="/v1/conversations/{id}",
+        handler=_plain(lambda dependencies: dependencies.conversations.delete),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Deletes a conversation with its items",
+        ),
+    ),
+    RouteEntry(
+        method="POST",
+        path="/v1/conversations/{id}/items",
+        handler=_plain(lambda dependencies: dependencies.conversations.add_items),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Appends items to a conversation",
+            bodies=(ConversationItems,),
+            query=ConversationItemQuery,
+            example={"items": [{"type": "message", "role": "user", "content": "Hi"}]},
+            result="a page with these items",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/conversations/{id}/items",
+        handler=_plain(lambda dependencies: dependencies.conversations.list_items),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Lists the items of a conversation",
+            query=ConversationItemsQuery,
+            result="a page of items",
+        ),
+    ),
+    RouteEntry(
+        method="GET",
+        path="/v1/conversations/{id}/items/{item_id}",
+        handler=_plain(lambda dependencies: dependencies.conversations.get_item),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Returns an item of a conversation",
+            query=ConversationItemQuery,
+            result="the item",
+        ),
+    ),
+    RouteEntry(
+        method="DELETE",
+        path="/v1/conversations/{id}/items/{item_id}",
+        handler=_plain(lambda dependencies: dependencies.conversations.delete_item),
+        permission=Permission.INFER,
+        operation=Operation(
+            summary="Deletes an item of a conversation",
+            result="the conversation",
+        ),
     ),
     RouteEntry(
         method="POST",

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from common.usage import DAY_S, HOUR_S, Dimension, UsageQuery
 from frontend_svc.endpoints.plain import PlainRequest, PlainResponse
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.openai.body.fields import StrictModel
-from frontend_svc.responses.queries import parse_query
 from frontend_svc.usage.store import UsageStore
 
 # Of OpenAI's parameters: the width of buckets in seconds, the default and the greatest `limit`.

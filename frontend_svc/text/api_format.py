@@ -74,6 +74,11 @@ class ApiFormat(ChoiceSink, Protocol):
         """Returns the events before the first output."""
         ...
 
+    async def settle(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> None:
+        """Stores the response, if the API stores responses. Called once, after every choice has
+        finished and before `end` or `body`. choices: of a response that is not streamed."""
+        ...
+
     def end(self, usage: CompletionUsage) -> bytes:
         """Returns the last events, after every choice has finished."""
         ...
@@ -112,7 +117,7 @@ class RecordedFormat:
 
     def __init__(self, inner: ApiFormat, recorder: ChoiceRecorder) -> None:
         self.keep_alive = inner.keep_alive
-        self.begin, self.end = inner.begin, inner.end
+        self.begin, self.settle, self.end = inner.begin, inner.settle, inner.end
         self.error, self.body = inner.error, inner.body
         self._inner = inner
         self._recorder = recorder

@@ -144,6 +144,18 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "reasoning": {"effort": "low"},
             "metadata": {"a": "b"},
         },
+        {"input": "Hello", "max_output_tokens": 16, "background": True, "store": True},
+        {"input": "Hello", "max_output_tokens": 16, "conversation": {"id": "conv_1"}},
+    ],
+    "/v1/conversations": [
+        {
+            "items": [
+                {"type": "message", "role": "user", "content": "Hi", "id": "a"},
+                {"type": "function_call_output", "call_id": "call_1", "output": "ok"},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            ],
+            "metadata": {"a": "b"},
+        },
     ],
     "/v1/responses/input_tokens": [{"input": "Hello", "tools": [_RESPONSES_TOOL]}],
     "/v1/messages": [

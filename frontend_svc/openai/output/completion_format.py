@@ -75,6 +75,9 @@ class CompletionFormat:
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
         return self._writer.finish(end.reason, choice, end.nvext)
 
+    async def settle(self, choices: Sequence[ChoiceResult], usage: CompletionUsage) -> None:
+        """Does nothing: completions are not stored."""
+
     def end(self, usage: CompletionUsage) -> bytes:
         return self._writer.usage(usage) + DONE
 

@@ -480,3 +480,85 @@ class RunLineResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
 
 Global___RunLineResponse: _TypeAlias = RunLineResponse  # noqa: Y015
+
+@_typing.final
+class RunResponseRequest(_message.Message):
+    """A response in the background."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    INPUT_ITEMS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the client. Empty: the frontend has no API keys."""
+    key_id: _builtins.str
+    """Id of the API key. Empty as `tenant`."""
+    response_id: _builtins.str
+    """`id` of the response in the Responses API."""
+    created_at: _builtins.int
+    """Unix seconds of its object."""
+    request: _builtins.bytes
+    """As a frontend wrote it: the headers that have an effect, as a JSON list of pairs, a line break,
+    and the body of the client.
+    """
+    @_builtins.property
+    def input_items(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The items before its output, oldest first, each as the JSON of an input item."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        response_id: _builtins.str = ...,
+        created_at: _builtins.int = ...,
+        request: _builtins.bytes = ...,
+        input_items: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "input_items", b"input_items", "key_id", b"key_id", "request", b"request", "response_id", b"response_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunResponseRequest: _TypeAlias = RunResponseRequest  # noqa: Y015
+
+@_typing.final
+class RunResponseResponse(_message.Message):
+    """The response, or the error instead of one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    status: _builtins.int
+    """HTTP status."""
+    body: _builtins.bytes
+    """Its object, or an error, as JSON."""
+    request_id: _builtins.str
+    """Id of the request in the mesh, as in the header x-request-id."""
+    retry_after_s: _builtins.float
+    """Seconds after which another run may succeed. Absent: another one does not help."""
+    def __init__(
+        self,
+        *,
+        status: _builtins.int = ...,
+        body: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        retry_after_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "body", b"body", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
+
+Global___RunResponseResponse: _TypeAlias = RunResponseResponse  # noqa: Y015

@@ -303,3 +303,83 @@ class BatchLineService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BackgroundResponseServiceStub:
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RunResponse = channel.unary_unary(
+                '/kvmesh.frontend.v1.BackgroundResponseService/RunResponse',
+                request_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.FromString,
+                _registered_method=True)
+
+
+class BackgroundResponseServiceServicer:
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    def RunResponse(self, request, context):
+        """Runs a response like a request of a client, and returns it, whatever its status is.
+        UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BackgroundResponseServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RunResponse': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunResponse,
+                    request_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.FromString,
+                    response_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvmesh.frontend.v1.BackgroundResponseService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvmesh.frontend.v1.BackgroundResponseService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class BackgroundResponseService:
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    @staticmethod
+    def RunResponse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.frontend.v1.BackgroundResponseService/RunResponse',
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.SerializeToString,
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -154,3 +154,46 @@ class BatchLineServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_BatchLineServiceServicer_to_server(servicer: BatchLineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class BackgroundResponseServiceStub:
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> BackgroundResponseServiceAsyncStub: ...
+    RunResponse: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.RunResponseRequest, _frontend_pb2.RunResponseResponse]
+    """Runs a response like a request of a client, and returns it, whatever its status is.
+    UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+    """
+
+@_typing.type_check_only
+class BackgroundResponseServiceAsyncStub(BackgroundResponseServiceStub):
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    RunResponse: _aio.UnaryUnaryMultiCallable[_frontend_pb2.RunResponseRequest, _frontend_pb2.RunResponseResponse]  # type: ignore[assignment]
+    """Runs a response like a request of a client, and returns it, whatever its status is.
+    UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+    """
+
+class BackgroundResponseServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Runs responses in the background, as requests of their tenants. For the batch service, which stores
+    them.
+    """
+
+    @_abc_1.abstractmethod
+    def RunResponse(
+        self,
+        request: _frontend_pb2.RunResponseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.RunResponseResponse, _abc.Awaitable[_frontend_pb2.RunResponseResponse]]:
+        """Runs a response like a request of a client, and returns it, whatever its status is.
+        UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+        """
+
+def add_BackgroundResponseServiceServicer_to_server(servicer: BackgroundResponseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

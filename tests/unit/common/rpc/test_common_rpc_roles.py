@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import PermissionDenied
 from common.rpc import roles
-from kvmesh.batch.v1 import batch_pb2
+from kvmesh.batch.v1 import batch_pb2, conversations_pb2, responses_pb2
 from kvmesh.engine.v1 import admin_pb2, engine_pb2
 from kvmesh.frontend.v1 import frontend_pb2
 from kvmesh.indexer.v1 import indexer_pb2
@@ -15,7 +15,10 @@ from kvmesh.router.v1 import router_pb2
 
 METHODS = {
     f"/{service.full_name}/{method.name}"
-    for file in (admin_pb2, batch_pb2, engine_pb2, frontend_pb2, indexer_pb2, router_pb2)
+    for file in (
+        *(admin_pb2, batch_pb2, engine_pb2, frontend_pb2, indexer_pb2, responses_pb2),
+        *(conversations_pb2, router_pb2),
+    )
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }

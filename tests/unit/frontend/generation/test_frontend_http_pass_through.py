@@ -47,6 +47,7 @@ from frontend_svc.readiness import Readiness
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.placement_request import PlacementKey, PlacementRequest
 from frontend_svc.request.types import RequestOutcome
+from frontend_svc.responses.stored import StoredResponses
 from frontend_svc.routes.api import ApiDependencies
 from frontend_svc.routes.table import dispatcher, routes
 from frontend_svc.usage.ledger import UsageLedger
@@ -197,7 +198,7 @@ async def served(
         api = ApiDependencies(
             dependencies,
             Trials(()),
-            None,
+            StoredResponses(1, None, Members(), asyncio.get_running_loop().time),
             lambda: ready,
             alone,
             no_metrics,

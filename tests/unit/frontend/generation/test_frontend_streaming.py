@@ -65,8 +65,15 @@ async def write(choice: Any, backlog: Backlog, sent: list[bytes]) -> Progress:
             send=send, connection=None, own_headers=(), caller=ANONYMOUS, progress=progress
         ),
     )
+
+    async def settle(*_: object) -> None:
+        pass
+
     text_format = cast(
-        Any, SimpleNamespace(begin=lambda: b"begin", end=lambda _: b"end", keep_alive=b"")
+        Any,
+        SimpleNamespace(
+            begin=lambda: b"begin", settle=settle, end=lambda _: b"end", keep_alive=b""
+        ),
     )
     opened = OpenChoice(choice, cast(Any, SimpleNamespace(stop=lambda: None)), buffer)
     await ResponseWriter(context, [opened], 15.0, backlog).stream(text_format)

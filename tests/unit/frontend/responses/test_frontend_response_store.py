@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, Unsupported
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.responses import ids
 from frontend_svc.responses.queries import (
     ItemsQuery,
     ResponseQuery,
     items_page,
-    parse_query,
 )
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, cast
 
@@ -35,9 +36,29 @@ KINDS: list[OpenAIFinishReason] = ["stop", "length", "content_filter", "tool_cal
 
 
 # Any, here and below: JSON.
-def make_format(completed: list[bytes] | None = None) -> ResponsesFormat:
-    sink = [] if completed is None else completed
-    return ResponsesFormat(new_response(REQUEST, ID, 1, is_stored=True), sink.append)
+Json = dict[str, Any]
+
+
+def make_format(completed: list[Json] | None = None) -> ResponsesFormat:
+    async def store(response: Json) -> Json:
+        if completed is not None:
+            completed.append(response)
+        return response
+
+    return ResponsesFormat(new_response(REQUEST, ID, 1, is_stored=True), store)
+
+
+def end(stream: ResponsesFormat) -> bytes:
+    """The end of a stream, after it is stored."""
+    asyncio.run(stream.settle((), USAGE))
+    return stream.end(USAGE)
+
+
+def whole_body(result: ChoiceResult, completed: list[Json] | None = None) -> Json:
+    """A response that is not streamed."""
+    written = make_format(completed)
+    asyncio.run(written.settle([result], USAGE))
+    return cast(Json, json.loads(written.body([result], USAGE)))
 
 
 def read(stream: bytes) -> list[dict[str, Any]]:
@@ -104,32 +125,32 @@ def fold(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_streamed_response_equals_a_whole_one_at_every_chunking(
     deltas: list[Delta], cuts: list[int], reason: OpenAIFinishReason
 ) -> None:
-    stored: list[bytes] = []
-    whole = make_format(stored).body([ChoiceResult(ChoiceEnd(reason), deltas)], USAGE)
+    stored: list[Json] = []
+    whole = whole_body(ChoiceResult(ChoiceEnd(reason), deltas), stored)
     stream = make_format(stored)
     raw = stream.begin()
     for delta in deltas:
         for piece in split(delta, cuts):
             raw += stream.output(0, [piece], ())
-    raw += stream.finish(0, ChoiceEnd(reason)) + stream.end(USAGE)
+    raw += stream.finish(0, ChoiceEnd(reason)) + end(stream)
     events = read(raw)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert events[-1]["response"] == json.loads(whole)
+    assert events[-1]["response"] == whole
     assert events[-1]["type"] == f"response.{events[-1]['response']['status']}"
     assert fold(events) == events[-1]["response"]["output"]
-    assert [json.loads(one) for one in stored] == [json.loads(whole)] * 2
-    Response.model_validate(json.loads(whole))
+    assert stored == [whole] * 2
+    Response.model_validate(whole)
 
 
 def test_an_empty_response_has_an_empty_message() -> None:
-    body = json.loads(make_format().body([ChoiceResult(ChoiceEnd("stop"))], USAGE))
+    body = whole_body(ChoiceResult(ChoiceEnd("stop")))
     (message,) = body["output"]
     assert (message["type"], message["content"][0]["text"]) == ("message", "")
 
 
 def test_a_response_at_its_token_limit_is_incomplete() -> None:
     result = ChoiceResult(ChoiceEnd("length"), [Reasoning("Hm."), Content("The")])
-    body = json.loads(make_format().body([result], USAGE))
+    body = whole_body(result)
     assert (body["status"], body["incomplete_details"]) == (
         *("incomplete", {"reason": "max_output_tokens"}),
     )
@@ -137,7 +158,7 @@ def test_a_response_at_its_token_limit_is_incomplete() -> None:
 
 
 def test_usage_has_the_names_of_the_responses_api() -> None:
-    body = json.loads(make_format().body([ChoiceResult(ChoiceEnd("stop"))], USAGE))
+    body = whole_body(ChoiceResult(ChoiceEnd("stop")))
     assert body["usage"] == {
         "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
@@ -155,7 +176,7 @@ def test_usage_has_the_names_of_the_responses_api() -> None:
     ],
 )
 def test_a_failed_stream_ends_with_its_error_and_its_output(error: Any, message: str) -> None:
-    completed: list[bytes] = []
+    completed: list[Json] = []
     stream = make_format(completed)
     raw = stream.begin() + stream.output(0, [Content("Half")], ()) + stream.error(error)
     last = read(raw)[-1]

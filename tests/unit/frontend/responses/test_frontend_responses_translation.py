@@ -228,9 +228,8 @@ def test_the_text_format_is_the_response_format_of_the_chat() -> None:
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 FILE = {"type": "input_file", "file_id": "f"}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"background": True}, "background"),
+    ({"background": True, "stream": True}, "stream"),
     ({"truncation": "auto"}, "truncation"),
-    ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -250,6 +249,24 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True, "store": False}, "background"),
+        ({"background": 1}, "background"),
+        ({"conversation": 1}, "conversation"),
+        ({"conversation": {"id": ""}}, "conversation.id"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+    ],
+)
+def test_an_invalid_field_of_a_stored_response_is_refused_by_name(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        chat(**fields)
+    assert raised.value.field == param
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSALS)

@@ -51,7 +51,7 @@ async def serving() -> AsyncIterator[tuple[StoredResponses, StoredResponses]]:
 
 async def test_another_frontend_reads_and_deletes_a_response() -> None:
     async with serving() as (own, other):
-        own.put(ID, STORED)
+        assert await own.put(ID, STORED)
         assert await own.get(ID) == await other.get(ID) == STORED
         await other.delete(ID)
         for one in (own, other):

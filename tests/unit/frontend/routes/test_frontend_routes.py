@@ -17,6 +17,10 @@ from frontend_svc.routes.table import METRICS, ROUTES, routes
 
 DOCS = Path(__file__).parents[4] / "docs/http.md"
 ROUTE_HEADER = b"x-route"
+STORING = (
+    *("/v1/files", "/v1/batches", "/v1/conversations"),
+    *("/v1/conversations/{id}", "/v1/conversations/{id}/items"),
+)
 _ROW = re.compile(r"^\| `(\S+) (\S+)` \| (\S+) \| (\S+) \|", re.M)
 
 
@@ -44,8 +48,8 @@ def test_each_route_has_a_row_in_the_documentation_and_nothing_else() -> None:
 def test_the_entry_of_a_route_is_complete(route: Route) -> None:
     assert route.operation.summary
     assert not (route.is_open and route.permission)
-    # A counted route takes a body. Of the others, only files and batches do.
-    is_counted, is_stored = bool(route.label), route.path in ("/v1/files", "/v1/batches")
+    # A counted route takes a body. Of the others, only those do that store one.
+    is_counted, is_stored = bool(route.label), route.path in STORING
     assert is_counted == bool(route.span_operation)
     has_body = is_counted or (is_stored and route.method == "POST")
     assert has_body == bool(route.operation.bodies)

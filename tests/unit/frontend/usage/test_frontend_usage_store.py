@@ -29,7 +29,7 @@ from common.usage import (
 )
 from frontend_svc.app import _open_usage
 from frontend_svc.config import FrontendConfig
-from frontend_svc.responses.queries import parse_query
+from frontend_svc.endpoints.query import parse_query
 from frontend_svc.routes.usage import UsageParameters, usage_query
 from frontend_svc.usage import ledger, store
 from frontend_svc.usage.ledger import OTHER_KEY, UsageCollector, UsageLedger

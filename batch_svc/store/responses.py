@@ -1,0 +1,315 @@
+"""Stored responses of all tenants. A full tenant loses its oldest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from batch_svc.core.batch import Owner
+from batch_svc.core.conversations import items_of_response
+from batch_svc.core.limits import WINDOW_S
+from batch_svc.core.responses import (
+    APPENDING,
+    NO_CONVERSATION,
+    NOT_ENDED,
+    Append,
+    OpenResponse,
+    ResponseLimits,
+    ResponseRow,
+    ResponseRun,
+    ResponseStatus,
+    join_items,
+    split_items,
+    with_status,
+)
+from batch_svc.store.conversations import ConversationStore
+from batch_svc.store.database import Database, Transaction
+from common.errors import InvalidRequest, NotFound, Overloaded
+
+RESPONSE_TOO_LARGE: Final = "RESPONSE_TOO_LARGE"
+TENANT_BACKGROUND: Final = "TENANT_BACKGROUND"
+_NOT_ENDED: Final = f"status IN ({', '.join(repr(str(status)) for status in NOT_ENDED)})"
+# Rows that one transaction removes at most.
+_SWEEP_ROWS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A new row. status: "" of one that has ended."""
+
+    owner: Owner
+    row: ResponseRow
+    status: str = ""
+    object_time: int = 0
+    request: bytes | None = None
+    append: Append = NO_CONVERSATION
+
+
+class StoredResponses:
+    """The responses of all tenants."""
+
+    def __init__(
+        self, database: Database, limits: ResponseLimits, conversations: ConversationStore
+    ) -> None:
+        self._database = database
+        self._limits = limits
+        self._conversations = conversations
+
+    async def put(
+        self,
+        owner: Owner,
+        row: ResponseRow,
+        append: Append = NO_CONVERSATION,
+        *,
+        only_appends: bool = False,
+    ) -> bool:
+        """Stores a response that has ended, unless it is stored; returns whether its conversation
+        has its items. Raises InvalidRequest above its largest size, and Unavailable.
+
+        - only_appends: the response itself is not stored.
+        """
+        if not only_appends:
+            self._check_size(row)
+        async with self._database.transaction() as transaction:
+            if not only_appends:
+                stored = _Stored(owner, row, append=append)
+                if not await self._insert(transaction, stored):
+                    return bool(append.conversation_id)  # A repeated call.
+            return await self._append(transaction, owner.tenant, row, append, row.response)
+
+    async def start(self, run: ResponseRun) -> None:
+        """Stores a response that runs in the background. Raises as `put`, and Overloaded above the
+        limit of the tenant."""
+        owner, most = run.owner, self._limits.tenant_background
+        self._check_size(run.row)
+        async with self._database.transaction() as transaction:
+            rows = await transaction.fetch(
+                f"SELECT COUNT(*) FROM responses WHERE {_NOT_ENDED} AND tenant = $1", owner.tenant
+            )
+            if rows[0][0] >= most:
+                text = f"{rows[0][0]} responses of this tenant run in the background, the limit is"
+                raise Overloaded(5.0, f"{text} {most}", reason=TENANT_BACKGROUND)
+            status = str(ResponseStatus.QUEUED)
+            stored = _Stored(owner, run.row, status, run.created_at, run.request, run.append)
+            await self._insert(transaction, stored)
+
+    async def _insert(self, transaction: Transaction, stored: _Stored) -> bool:
+        """Stores a response; returns whether it was not there."""
+        owner, row, now = stored.owner, stored.row, self._database.now
+        added = await transaction.execute(
+            "INSERT INTO responses (id, tenant, key_id, status, created_at, expires_at, size,"
+            " response, items, object_time, request, conversation_id, first_item)"
+            f" VALUES ($1, $2, $3, $4, {now}, {now} + $5, $6, $7, $8, $9, $10, $11, $12)"
+            " ON CONFLICT (id) DO NOTHING",
+            row.id,
+            owner.tenant,
+            owner.key_id,
+            stored.status,
+            self._limits.keep_s,
+            row.size,
+            row.response,
+            join_items(row.input_items),
+            stored.object_time,
+            stored.request,
+            stored.append.conversation_id,
+            stored.append.first_item,
+        )
+        if added:
+            await self._count(transaction, owner.tenant, row.size)
+            await self._make_room(transaction, owner.tenant, row.id)
+        return bool(added)
+
+    async def _append(
+        self,
+        transaction: Transaction,
+        tenant: str,
+        row: ResponseRow,
+        append: Append,
+        response: bytes,
+    ) -> bool:
+        """Appends the items of a response to its conversation; returns whether that was there.
+
+        - response: its object at its end.
+        """
+        if not append.conversation_id:
+            return False
+        items = items_of_response(row.input_items[append.first_item :], response)
+        return await self._conversations.append(transaction, tenant, append.conversation_id, items)
+
+    async def get(self, tenant: str, response_id: str) -> ResponseRow:
+        """Raises NotFound, and Unavailable."""
+        rows = await self._database.fetch(
+            "SELECT response, items, status FROM responses WHERE id = $1 AND tenant = $2"
+            f" AND expires_at > {self._database.now}",
+            response_id,
+            tenant,
+        )
+        if not rows:
+            raise _not_stored(response_id)
+        response, items, status = rows[0]
+        return ResponseRow(
+            response_id, _with_status(bytes(response), status), split_items(bytes(items))
+        )
+
+    async def cancel(self, tenant: str, response_id: str) -> ResponseRow:
+        """Ends a response that runs in the background; returns it as it is then. Raises NotFound,
+        InvalidRequest if it did not run in the background, and Unavailable."""
+        async with self._database.transaction() as transaction:
+            rows = await transaction.fetch(
+                "SELECT request FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
+            )
+            if not rows:
+                raise _not_stored(response_id)
+            if rows[0][0] is None:
+                text = f"the response {response_id!r} did not run in the background"
+                raise InvalidRequest(text, "response_id")
+            await transaction.execute(
+                f"UPDATE responses SET status = $1 WHERE id = $2 AND {_NOT_ENDED}",
+                str(ResponseStatus.CANCELLED),
+                response_id,
+            )
+        return await self.get(tenant, response_id)
+
+    # The runner, under its lease.
+
+    async def open_responses(self) -> list[OpenResponse]:
+        """Returns the responses in the background that have not ended, oldest first. Raises
+        Unavailable."""
+        rows = await self._database.fetch(
+            f"SELECT id, tenant, CASE WHEN created_at + {WINDOW_S} < {self._database.now} THEN 1"
+            f" ELSE 0 END FROM responses WHERE {_NOT_ENDED} ORDER BY created_at, id"
+        )
+        return [OpenResponse(row[0], row[1], bool(row[2])) for row in rows]
+
+    async def begin(self, transaction: Transaction, response_id: str) -> ResponseRun | None:
+        """Puts a response in progress, and returns it; None: it has ended."""
+        changed = await transaction.execute(
+            f"UPDATE responses SET status = $1 WHERE id = $2 AND {_NOT_ENDED}",
+            str(ResponseStatus.IN_PROGRESS),
+            response_id,
+        )
+        if not changed:
+            return None
+        rows = await transaction.fetch(
+            "SELECT tenant, key_id, response, items, request, object_time, conversation_id,"
+            " first_item FROM responses WHERE id = $1",
+            response_id,
+        )
+        tenant, key_id, response, items, request, object_time, *append = rows[0]
+        row = ResponseRow(response_id, bytes(response), split_items(bytes(items)))
+        return ResponseRun(
+            Owner(tenant, key_id),
+            row,
+            bytes(request),
+            int(object_time),
+            Append(append[0], int(append[1])),
+        )
+
+    async def finish(
+        self, transaction: Transaction, run: ResponseRun, status: ResponseStatus, response: bytes
+    ) -> bool:
+        """Ends a response; returns whether it had not ended before."""
+        row, tenant = run.row, run.owner.tenant
+        growth = len(response) - len(row.response)
+        changed = await transaction.execute(
+            "UPDATE responses SET status = $1, response = $2, size = size + $3"
+            f" WHERE id = $4 AND {_NOT_ENDED}",
+            str(status),
+            response,
+            growth,
+            row.id,
+        )
+        if changed:
+            await self._count(transaction, tenant, growth)
+            await self._make_room(transaction, tenant, row.id)
+            if status in APPENDING:
+                await self._append(transaction, tenant, row, run.append, response)
+        return bool(changed)
+
+    # Clients and the service.
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises NotFound, and Unavailable."""
+        async with self._database.transaction() as transaction:
+            if not await _remove(transaction, tenant, response_id):
+                raise _not_stored(response_id)
+
+    async def sweep(self) -> int:
+        """Removes responses that have expired; returns their number. Raises Unavailable."""
+        removed = 0
+        # Ends: each round removes rows, the last one less than a page.
+        while True:
+            rows = await self._database.fetch(
+                f"SELECT tenant, id FROM responses WHERE expires_at < {self._database.now}"
+                f" LIMIT {_SWEEP_ROWS}"
+            )
+            async with self._database.transaction() as transaction:
+                for tenant, response_id in rows:
+                    removed += await _remove(transaction, tenant, response_id)
+            if len(rows) < _SWEEP_ROWS:
+                return removed
+
+    def _check_size(self, row: ResponseRow) -> None:
+        limit = min(self._limits.response_bytes, self._limits.tenant_bytes)
+        if row.size > limit:
+            text = f"the response with its conversation has {row.size} bytes, the limit is"
+            raise InvalidRequest(f"{text} {limit >> 20} MB", "input", reason=RESPONSE_TOO_LARGE)
+
+    async def _count(self, transaction: Transaction, tenant: str, size: int) -> None:
+        await transaction.execute(
+            "INSERT INTO stored_bytes (tenant, bytes) VALUES ($1, $2)"
+            " ON CONFLICT (tenant) DO UPDATE SET bytes = stored_bytes.bytes + excluded.bytes",
+            tenant,
+            size,
+        )
+
+    async def _make_room(self, transaction: Transaction, tenant: str, new_id: str) -> None:
+        """Removes the oldest responses of a tenant above its limit, but not the new one, and none
+        that has not ended."""
+        rows = await transaction.fetch("SELECT bytes FROM stored_bytes WHERE tenant = $1", tenant)
+        above = int(rows[0][0]) - self._limits.tenant_bytes
+        # Ends: each round removes responses.
+        while above > 0:
+            oldest = await transaction.fetch(
+                "SELECT id, size FROM responses WHERE tenant = $1 AND id <> $2"
+                f" AND NOT ({_NOT_ENDED}) ORDER BY created_at, id LIMIT {_SWEEP_ROWS}",
+                tenant,
+                new_id,
+            )
+            if not oldest:
+                return
+            for response_id, size in oldest:
+                if above <= 0:
+                    break
+                await _remove(transaction, tenant, response_id)
+                above -= int(size)
+
+
+async def _remove(transaction: Transaction, tenant: str, response_id: str) -> int:
+    """Removes a response; returns the number of those that were there."""
+    rows = await transaction.fetch(
+        "SELECT size FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
+    )
+    removed = await transaction.execute(
+        "DELETE FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
+    )
+    if removed:
+        await transaction.execute(
+            "UPDATE stored_bytes SET bytes = bytes - $1 WHERE tenant = $2", int(rows[0][0]), tenant
+        )
+    return removed
+
+
+def _with_status(response: bytes, status: str) -> bytes:
+    """Returns the object of a response. status: of its row; the object of one that has not ended
+    is that of its start, and so is that of one that was cancelled."""
+    shown = (*NOT_ENDED, ResponseStatus.CANCELLED)
+    return with_status(response, status) if status in shown else response
+
+
+def _not_stored(response_id: str) -> NotFound:
+    text = (
+        f"the response {response_id!r} is not stored: it has expired, was deleted or not stored, "
+        "or was removed because its tenant stores too many"
+    )
+    return NotFound(text, field="response_id")

@@ -1,0 +1,1 @@
+"""Conversations of OpenAI's API, which the batch service stores."""

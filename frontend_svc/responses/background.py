@@ -1,0 +1,121 @@
+"""Responses in the background: the batch service stores them, and has a frontend run each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+import orjson
+
+from common.access.caller import Caller
+from frontend_svc.batches.exchange import exchange
+from frontend_svc.edge.asgi import AsgiApp, Headers
+from frontend_svc.generation.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
+from frontend_svc.openai.body.headers import HEADER_PREFIX
+from frontend_svc.request.conversation import SESSION_HEADERS
+from frontend_svc.responses.events import ResponsesFormat
+from frontend_svc.responses.ids import request_of, response_of_item
+from frontend_svc.responses.output import Json
+from frontend_svc.responses.response_object import new_response
+from frontend_svc.responses.translation import parse_responses, read_items, to_chat
+from frontend_svc.text.api_format import ApiFormat
+from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
+
+SERVICE_NAME: Final = "kvmesh.frontend.v1.BackgroundResponseService"
+RESPONSES_PATH: Final = "/v1/responses"
+# Headers that a run has too, beside those of HEADER_PREFIX.
+_KEPT_HEADERS: Final = frozenset({*SESSION_HEADERS, b"x-request-id"})
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Returns the client with a tenant and the id of an API key. Raises Unauthenticated.
+FindCaller: TypeAlias = Callable[[str, str], Caller]
+
+
+def write_request(raw: bytes, headers: Headers) -> bytes:
+    """Returns what a run needs of a request: its body, and the headers that have an effect."""
+    kept = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name.startswith(HEADER_PREFIX) or name in _KEPT_HEADERS
+    ]
+    return b"%b\n%b" % (orjson.dumps(kept), raw)
+
+
+def read_request(written: bytes) -> tuple[bytes, Headers]:
+    """Returns the body and the headers of `write_request`."""
+    kept, _, raw = written.partition(b"\n")
+    pairs = [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in orjson.loads(kept)
+    ]
+    return raw, tuple(pairs)
+
+
+def first_request(response_id: str, items: Iterable[bytes]) -> str:
+    """Returns the request that began the conversation of a response. Ids of items name their
+    response, unless a client chose them."""
+    responses = (response_of_item(orjson.loads(item).get("id") or "") for item in items)
+    return request_of(next(filter(None, responses), response_id))
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundRun:
+    """One run of a response, as an API with one request.
+
+    - created: Unix seconds of its object.
+    - items: the whole conversation before its output, each item as JSON.
+    """
+
+    response_id: str
+    created: int
+    items: tuple[bytes, ...]
+
+    async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
+        request = await off_loop(len(raw), parse_responses, raw)
+        size = len(raw) + sum(map(len, self.items))
+        chat = await off_loop(size, lambda: to_chat(request, read_items(self.items)))
+
+        async def keep(response: Json) -> Json:
+            return response  # The batch service stores it.
+
+        def make_format(info: ResponseInfo) -> ApiFormat:
+            response = new_response(request, self.response_id, self.created, is_stored=True)
+            response["model"] = info.model
+            return ResponsesFormat(response, keep, chat.chat_tools.names)
+
+        return ParsedBody(
+            chat,
+            make_format,
+            omitted_tools=chat.chat_tools.omitted,
+            continued=request.named_conversation or first_request(self.response_id, self.items),
+        )
+
+
+class BackgroundResponseServicer(frontend_pb2_grpc.BackgroundResponseServiceServicer):
+    """Runs responses as requests of their tenants, with their quotas."""
+
+    def __init__(
+        self, make_app: Callable[[GenerationApi], AsgiApp], find_caller: FindCaller
+    ) -> None:
+        """
+        - make_app: returns the route of responses with another API.
+        """
+        self._make_app = make_app
+        self._find_caller = find_caller
+
+    async def RunResponse(
+        self, request: frontend_pb2.RunResponseRequest, context: Context
+    ) -> frontend_pb2.RunResponseResponse:
+        caller = self._find_caller(request.tenant, request.key_id)
+        raw, headers = read_request(request.request)
+        run = BackgroundRun(request.response_id, request.created_at, tuple(request.input_items))
+        ended = await exchange(self._make_app(run), RESPONSES_PATH, raw, caller, headers)
+        response = frontend_pb2.RunResponseResponse(
+            status=ended.status,
+            body=ended.response,
+            request_id=ended.header(b"x-request-id"),
+        )
+        if (pause_s := ended.retry_after_s()) is not None:
+            response.retry_after_s = pause_s
+        return response

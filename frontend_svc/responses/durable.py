@@ -1,0 +1,137 @@
+"""Stored responses in the batch service, which survive their frontend."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from common.access.caller import Caller
+from common.errors import Unavailable
+from frontend_svc.batches.client import BatchClient
+from frontend_svc.responses.store import StoredResponse
+from kvmesh.batch.v1 import batch_pb2, responses_pb2
+
+# The client waits for the end of its response meanwhile.
+PUT_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """The conversation of a response; "": none. first_item: the first of its input items that is
+    not in the conversation."""
+
+    conversation_id: str = ""
+    first_item: int = 0
+
+    def message(self) -> responses_pb2.Append:
+        return responses_pb2.Append(
+            conversation_id=self.conversation_id, first_item=self.first_item
+        )
+
+
+NO_CONVERSATION: Final = Append()
+
+
+class DurableResponses:
+    """Methods raise Unavailable if the batch service does not respond."""
+
+    def __init__(self, client: BatchClient) -> None:
+        self._client = client
+
+    @property
+    def is_there(self) -> bool:
+        """Whether discovery shows a batch service."""
+        return self._client.is_there
+
+    @property
+    def was_there(self) -> bool:
+        """Whether discovery has shown one since the start of this process."""
+        return self._client.was_there
+
+    async def put(
+        self,
+        response_id: str,
+        stored: StoredResponse,
+        append: Append = NO_CONVERSATION,
+        *,
+        only_appends: bool = False,
+    ) -> bool:
+        """Stores a response; returns whether its conversation has its items. Raises InvalidRequest
+        if it is too large.
+
+        - only_appends: the response itself is not stored.
+        """
+        message = responses_pb2.PutResponseRequest(
+            owner=batch_pb2.Owner(tenant=stored.tenant),
+            response=responses_pb2.StoredResponse(
+                id=response_id, response=stored.response, input_items=stored.input_items
+            ),
+            append=append.message(),
+            only_appends=only_appends,
+        )
+        try:
+            async with asyncio.timeout(PUT_TIMEOUT_S):
+                response: responses_pb2.PutResponseResponse = await self._client.call(
+                    "PutResponse", message
+                )
+                return response.has_appended
+        except TimeoutError:
+            text = f"the batch service did not store the response within {PUT_TIMEOUT_S:g} s"
+            raise Unavailable(text, 1.0) from None
+
+    async def get(self, response_id: str, tenant: str) -> StoredResponse:
+        """Raises NotFound."""
+        message = responses_pb2.GetStoredResponseRequest(
+            owner=batch_pb2.Owner(tenant=tenant), response_id=response_id
+        )
+        response: responses_pb2.GetStoredResponseResponse = await self._client.call(
+            "GetStoredResponse", message
+        )
+        found = response.response
+        return StoredResponse(found.response, tuple(found.input_items), tenant)
+
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """Raises NotFound."""
+        message = responses_pb2.DeleteStoredResponseRequest(
+            owner=batch_pb2.Owner(tenant=tenant), response_id=response_id
+        )
+        await self._client.call("DeleteStoredResponse", message)
+
+    async def start(
+        self,
+        response_id: str,
+        stored: StoredResponse,
+        caller: Caller,
+        request: bytes,
+        created: int,
+        append: Append,
+    ) -> None:
+        """Has a response run in the background. Raises InvalidRequest if it is too large, and
+        Overloaded if its tenant has too many.
+
+        - stored: with the status `queued`.
+        - request: of `write_request`.
+        - created: Unix seconds of its object.
+        """
+        message = responses_pb2.StartResponseRequest(
+            owner=batch_pb2.Owner(tenant=caller.tenant, key_id=caller.key_id),
+            response=responses_pb2.StoredResponse(
+                id=response_id, response=stored.response, input_items=stored.input_items
+            ),
+            request=request,
+            created_at=created,
+            append=append.message(),
+        )
+        await self._client.call("StartResponse", message)
+
+    async def cancel(self, response_id: str, tenant: str) -> bytes:
+        """Ends a response in the background; returns its object. Raises NotFound, and
+        InvalidRequest if it did not run in the background."""
+        message = responses_pb2.CancelResponseRequest(
+            owner=batch_pb2.Owner(tenant=tenant), response_id=response_id
+        )
+        response: responses_pb2.CancelResponseResponse = await self._client.call(
+            "CancelResponse", message
+        )
+        return response.response.response

@@ -1,0 +1,242 @@
+"""Stored responses and conversations in the database, and the choice of what runs next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from batch_svc.core.batch import Owner
+from batch_svc.core.conversations import ConversationLimits, ItemRow
+from batch_svc.core.responses import (
+    NO_CONVERSATION,
+    Append,
+    OpenResponse,
+    ResponseLimits,
+    ResponseRow,
+    ResponseRun,
+    ResponseStatus,
+    ended_response,
+    next_to_run,
+)
+from batch_svc.core.results import Reply
+from batch_svc.store.conversations import ConversationStore
+from batch_svc.store.lease import LeaseLost, RunnerLease
+from batch_svc.store.responses import StoredResponses
+from batch_svc.store.schema import create_tables
+from batch_svc.store.sqlite import SqliteDatabase
+from common.errors import InvalidRequest, NotFound, Overloaded
+
+OWNER = Owner("acme", "key1")
+LIMITS = ResponseLimits(response_bytes=300, tenant_bytes=500, keep_s=60.0, tenant_background=2)
+QUEUED = orjson.dumps({"id": "r", "status": "queued", "output": []})
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
+    opened = SqliteDatabase(tmp_path / "batches.db")
+    await opened.open()
+    await create_tables(opened)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def conversations(database: SqliteDatabase) -> ConversationStore:
+    return ConversationStore(database, ConversationLimits(items=4, tenant_conversations=2))
+
+
+@pytest.fixture
+def responses(database: SqliteDatabase, conversations: ConversationStore) -> StoredResponses:
+    return StoredResponses(database, LIMITS, conversations)
+
+
+def lease_of(database: SqliteDatabase, name: str) -> RunnerLease:
+    return RunnerLease(database, name, 60.0, asyncio.get_running_loop().time)
+
+
+def row(response_id: str, size: int = 100) -> ResponseRow:
+    return ResponseRow(response_id, b"x" * (size - 1), ())
+
+
+def run(response_id: str, owner: Owner = OWNER, append: Append = NO_CONVERSATION) -> ResponseRun:
+    return ResponseRun(owner, ResponseRow(response_id, QUEUED, (b'{"id":"i"}',)), b"{}", 7, append)
+
+
+async def test_a_response_is_read_and_deleted_by_its_tenant_only(
+    responses: StoredResponses,
+) -> None:
+    stored = ResponseRow("r", b'{"output":[]}', (b'{"a":1}', b'{"b":"\\n"}'))
+    await responses.put(OWNER, stored)
+    await responses.put(OWNER, stored)
+    assert await responses.get("acme", "r") == stored
+    for call in (responses.get, responses.delete):
+        with pytest.raises(NotFound):
+            await call("bravo", "r")
+    await responses.delete("acme", "r")
+    with pytest.raises(NotFound, match="deleted"):
+        await responses.get("acme", "r")
+
+
+async def test_the_oldest_responses_of_a_full_tenant_are_removed(
+    responses: StoredResponses,
+) -> None:
+    await responses.put(Owner("bravo"), row("other", 300))
+    for number in range(7):
+        await responses.put(OWNER, row(f"r{number}"))
+    for number in range(7):
+        if number < 2:
+            with pytest.raises(NotFound, match="too many"):
+                await responses.get("acme", f"r{number}")
+        else:
+            await responses.get("acme", f"r{number}")
+    await responses.get("bravo", "other")
+    with pytest.raises(InvalidRequest, match="301 bytes"):
+        await responses.put(OWNER, row("large", 302))
+
+
+async def test_expired_responses_are_swept(
+    database: SqliteDatabase, responses: StoredResponses
+) -> None:
+    for number in range(3):
+        await responses.put(OWNER, row(f"r{number}"))
+    async with database.transaction() as transaction:
+        await transaction.execute("UPDATE responses SET expires_at = 0 WHERE id <> 'r2'")
+    with pytest.raises(NotFound):
+        await responses.get("acme", "r0")
+    assert [await responses.sweep(), await responses.sweep()] == [2, 0]
+    assert await database.fetch("SELECT bytes FROM stored_bytes") == [(99,)]
+
+
+async def test_a_response_in_the_background_ends_once(
+    database: SqliteDatabase, responses: StoredResponses
+) -> None:
+    for response_id in ("a", "b"):
+        await responses.start(run(response_id))
+    with pytest.raises(Overloaded, match="the limit is 2"):
+        await responses.start(run("c"))
+    await responses.start(run("d", Owner("bravo")))
+    assert [one.id for one in await responses.open_responses()] == ["a", "b", "d"]
+    lease = lease_of(database, "one")
+    assert await lease.acquire()
+    async with lease.transaction() as transaction:
+        begun = await responses.begin(transaction, "a")
+    assert begun == run("a")
+    assert orjson.loads((await responses.get("acme", "a")).response)["status"] == "in_progress"
+    done = b'{"status":"completed","output":[]}'
+    async with lease.transaction() as transaction:
+        assert await responses.finish(transaction, begun, ResponseStatus.COMPLETED, done)
+        assert not await responses.finish(transaction, begun, ResponseStatus.FAILED, b"{}")
+        assert await responses.begin(transaction, "a") is None
+    assert (await responses.cancel("acme", "a")).response == done
+    cancelled = orjson.loads((await responses.cancel("acme", "b")).response)
+    assert (cancelled["id"], cancelled["status"]) == ("r", "cancelled")
+    async with lease.transaction() as transaction:
+        assert await responses.begin(transaction, "b") is None
+    await responses.put(OWNER, row("foreground"))
+    with pytest.raises(InvalidRequest, match="background"):
+        await responses.cancel("acme", "foreground")
+    with pytest.raises(NotFound):
+        await responses.cancel("bravo", "a")
+
+
+async def test_a_former_runner_ends_no_response(
+    database: SqliteDatabase, responses: StoredResponses
+) -> None:
+    await responses.start(run("a"))
+    first, second = lease_of(database, "one"), lease_of(database, "two")
+    assert await first.acquire()
+    async with first.transaction() as transaction:
+        begun = await responses.begin(transaction, "a")
+    assert begun is not None
+    async with database.transaction() as transaction:
+        await transaction.execute("UPDATE leases SET expires_at = 0")
+    assert await second.acquire()
+    with pytest.raises(LeaseLost):
+        async with first.transaction() as transaction:
+            await responses.finish(transaction, begun, ResponseStatus.COMPLETED, QUEUED)
+    assert [one.id for one in await responses.open_responses()] == ["a"]
+
+
+async def test_a_response_appends_its_items_in_the_same_commit(
+    responses: StoredResponses, conversations: ConversationStore, database: SqliteDatabase
+) -> None:
+    created = await conversations.create("acme", {}, [ItemRow("first", b'{"id":"first"}')])
+    output = b'{"status":"completed","output":[{"id":"o"}]}'
+    stored = ResponseRow("r", output, (b'{"id":"first"}', b'{"id":"i"}'))
+    append = Append(created.id, 1)
+    assert await responses.put(OWNER, stored, append)
+    assert await responses.put(OWNER, stored, append), "a repeated call appends nothing"
+    items = await conversations.read("acme", created.id)
+    assert [item.id for item in items] == ["first", "i", "o"]
+    lease = lease_of(database, "one")
+    assert await lease.acquire()
+    await responses.start(run("b", append=Append(created.id, 0)))
+    async with lease.transaction() as transaction:
+        begun = await responses.begin(transaction, "b")
+        assert begun is not None
+        await responses.finish(transaction, begun, ResponseStatus.COMPLETED, output)
+    page, has_more = await conversations.page("acme", created.id, 3, "", ascending=False)
+    assert ([item.id for item in page], has_more) == (["o", "i", "o"], True)
+    with pytest.raises(InvalidRequest, match="the limit is 4") as full:
+        await conversations.read("acme", created.id)
+    assert full.value.field == "conversation"
+    await conversations.delete("acme", created.id)
+    other = ResponseRow("other", output, ())
+    assert not await responses.put(OWNER, other, Append(created.id), only_appends=True)
+    with pytest.raises(NotFound):
+        await responses.get("acme", "other")
+
+
+async def test_items_are_removed_and_limits_hold(conversations: ConversationStore) -> None:
+    items = [ItemRow(f"i{number}", b"{}") for number in range(4)]
+    created = await conversations.create("acme", {"a": "b"}, items)
+    with pytest.raises(InvalidRequest, match="5 items"):
+        await conversations.add("acme", created.id, items[:1])
+    assert await conversations.delete_item("acme", created.id, "i1") == created
+    await conversations.add("acme", created.id, [ItemRow("i4", b"{}")])
+    page, has_more = await conversations.page("acme", created.id, 2, "i0", ascending=True)
+    assert ([item.id for item in page], has_more) == (["i2", "i3"], True)
+    with pytest.raises(NotFound):
+        await conversations.item("acme", created.id, "i1")
+    for tenant, conversation_id in (("bravo", created.id), ("acme", "conv_0")):
+        with pytest.raises(NotFound):
+            await conversations.read(tenant, conversation_id)
+    await conversations.create("acme", {}, [])
+    with pytest.raises(Overloaded, match="the limit is 2"):
+        await conversations.create("acme", {}, [])
+    await conversations.create("bravo", {}, [])
+
+
+def test_the_tenant_with_the_fewest_responses_is_next() -> None:
+    waiting = [
+        OpenResponse(f"{tenant}{number}", tenant, False)
+        for tenant, count in (("a", 4), ("b", 1), ("c", 1))
+        for number in range(count)
+    ]
+    assert [one.id for one in next_to_run(waiting, {"b": 2}, 4)] == ["a0", "c0", "a1", "a2"]
+    assert next_to_run(waiting, {}, 0) == []
+    assert len(next_to_run(waiting, {}, 99)) == 6
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected", "code"),
+    [
+        (200, b'{"status":"incomplete","output":[]}', ResponseStatus.INCOMPLETE, None),
+        (400, b'{"error":{"message":"bad"}}', ResponseStatus.FAILED, "invalid_prompt"),
+        (500, b'{"error":{"message":"bad"}}', ResponseStatus.FAILED, "server_error"),
+        (502, b"<html>", ResponseStatus.FAILED, "server_error"),
+        (200, b"[]", ResponseStatus.FAILED, "server_error"),
+    ],
+)
+def test_the_last_reply_is_the_end_of_a_response(
+    status: int, body: bytes, expected: ResponseStatus, code: str | None
+) -> None:
+    ended, response = ended_response(QUEUED, Reply(status, body, ""))
+    value = orjson.loads(response)
+    assert (ended, value["status"]) == (expected, str(expected))
+    if code is not None:
+        assert (value["id"], value["error"]["code"]) == ("r", code)
