@@ -1,14 +1,15 @@
 """The prompt of a request, as the server that gets the body renders and tokenizes it.
 
 Chat completions and completions are rendered and tokenized by the code of the frontend, from the
-card of the model. Only the fields that make the prompt are read, so that a field which our API does
-not have costs no cache hit. A body that cannot be read so is placed by load alone, and the server
-responds to it: a picker refuses no body for its content.
+card of the model. Bodies of the Responses and the Messages API become chats by its translation.
+Only the fields that make the prompt are read, so that a field which our API does not have costs no
+cache hit. A body that cannot be read so is placed by load alone, and the server responds to it: a
+picker refuses no body for its content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import orjson
 
 from common.errors import InvalidRequest, MeshError, Unavailable, UnknownModel, Unsupported
 from common.request.preprocessed import TokenIds
+from frontend_svc.anthropic.translation import parse_count
 from frontend_svc.generation.api import off_loop
 from frontend_svc.generation.tokenization import tokenize
 from frontend_svc.models.catalog import ModelCatalog
@@ -23,22 +25,54 @@ from frontend_svc.models.model_watch import Table
 from frontend_svc.models.served_model import ServedModel
 from frontend_svc.openai.body.parsing import parse_chat, parse_completion, parse_json_object
 from frontend_svc.openai.body.schema import ChatRequest, CompletionRequest
+from frontend_svc.responses.translation import input_items, parse_responses, references, to_chat
 
-# By the end of the path.
-_TABLES: Final[Mapping[str, Table]] = {
-    "/chat/completions": "chat",
-    "/completions": "completions",
-}
-# What makes the prompt of each.
-_FIELDS: Final[Mapping[Table, Sequence[str]]] = {
-    "chat": (
-        *("model", "messages", "tools", "tool_choice", "reasoning_effort"),
-        *("chat_template_kwargs", "cache_salt"),
-    ),
-    "completions": ("model", "prompt", "cache_salt"),
-}
-# The reason of a body without a prompt of these APIs.
+# The reasons of a body without a prompt of these APIs, and of one whose server has stored a part of
+# the conversation.
 NO_PROMPT: Final = "NO_PROMPT"
+STORED_CONVERSATION: Final = "STORED_CONVERSATION"
+
+
+def _parse_responses(body: bytes) -> ChatRequest:
+    """Returns the chat of a body of `/v1/responses`. Raises InvalidRequest."""
+    request = parse_responses(body)
+    if request.previous_response_id is not None or references(request):
+        text = "the server has a part of the conversation"
+        raise InvalidRequest(text, "input", reason=STORED_CONVERSATION)
+    return to_chat(request, input_items(request, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """How the prompt of one API is read. fields: those that make it."""
+
+    fields: Sequence[str]
+    parse: Callable[[bytes], ChatRequest | CompletionRequest]
+    """Raises InvalidRequest."""
+
+
+# By the end of the path; a longer end comes first.
+_PROMPTS: Final[Mapping[str, _Prompt]] = {
+    "/chat/completions": _Prompt(
+        (
+            *("model", "messages", "tools", "tool_choice", "reasoning_effort"),
+            *("chat_template_kwargs", "cache_salt"),
+        ),
+        parse_chat,
+    ),
+    "/completions": _Prompt(("model", "prompt", "cache_salt"), parse_completion),
+    "/responses": _Prompt(
+        (
+            *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice"),
+            *("reasoning", "chat_template_kwargs"),
+        ),
+        _parse_responses,
+    ),
+    "/messages": _Prompt(
+        ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"),
+        parse_count,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +114,18 @@ async def read_body(raw: bytes, path: str) -> ReadBody:
 
 def _read_body(raw: bytes, path: str) -> ReadBody:
     route = path.partition("?")[0]
-    # The longer end is tried first.
-    table = next((table for end, table in _TABLES.items() if route.endswith(end)), None)
+    prompt = next((one for end, one in _PROMPTS.items() if route.endswith(end)), None)
     try:
         value = parse_json_object(raw)
     except InvalidRequest as error:
         return ReadBody("", None, unread=error.reason if raw else NO_PROMPT)
     model = value.get("model")
     model = model if isinstance(model, str) else ""
-    if table is None:
+    if prompt is None:
         return ReadBody(model, value, unread=NO_PROMPT)
-    names = _FIELDS[table]
-    part = orjson.dumps({name: value[name] for name in names if name in value})
+    part = orjson.dumps({name: value[name] for name in prompt.fields if name in value})
     try:
-        request = parse_chat(part) if table == "chat" else parse_completion(part)
+        request = prompt.parse(part)
     except InvalidRequest as error:
         return ReadBody(model, value, unread=error.reason)
     return ReadBody(model, value, request)

@@ -119,6 +119,30 @@ def test_a_prompt_goes_to_the_server_that_has_it_also_by_a_picker_that_has_just_
     no_bookings(mesh)
 
 
+def test_bodies_of_other_apis_go_by_the_prompt_of_their_translation(
+    servers: list[CachingServer], picker: Service, other: Service
+) -> None:
+    user = {"role": "user", "content": "third"}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/messages": {"system": LONG, "messages": [user], "max_tokens": 4, "top_k": 3},
+        "/v1/responses": {
+            "instructions": LONG,
+            "input": [user],
+            "store": False,
+            "truncation": "auto",
+        },
+    }
+    for path, fields in bodies.items():
+        body = {"model": MODEL, **fields}
+        found = pick(address(picker), body, path=path, headers={"x-request-id": path})
+        assert found.endpoints == [servers[1].address, servers[0].address]
+        assert found.json == body, "the body is the client's"
+        assert line_of(picker, path)["predicted_cached_tokens"] > 100
+    continued = {"model": MODEL, "input": "x", "previous_response_id": "resp_1"}
+    pick(address(picker), continued, path="/v1/responses", headers={"x-request-id": "continued"})
+    assert line_of(picker, "continued")["unread"] == "STORED_CONVERSATION"
+
+
 @pytest.mark.parametrize("prompt", [list(range(100, 260)), "the story of " + LONG[::-1]])
 def test_completions_have_the_tokens_of_the_server(
     mesh: PickerMesh, servers: list[CachingServer], picker: Service, prompt: str | list[int]
