@@ -11,6 +11,8 @@ LOCK := $(UV_COMPILE) pyproject.toml
 PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
 TEST_JOBS ?= 3
+# The environment may forbid bytecode; then every process of a test would compile all modules again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE python -m pytest
 # Modules that import none of those that tools/compile.py compiles are left out.
 COMPILED_TESTS := $(addprefix tests/contract/test_,engine_conformance.py s1_index.py s1_router.py) \
 	$(addprefix tests/unit/,router indexer replay common/kv common/request common/wire worker/kv_events worker/engines frontend/text frontend/request) \
@@ -41,12 +43,19 @@ help: ## List the targets
 run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim workers, console), show one answer
 	@$(RUN) $(ARGS)
 
-test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+test: $(VENV)/.dev ## Set up, then lint, type-check and run all tests
+	@$(MAKE) --no-print-directory -j2 types lint .rewritten
+	$(PYTEST) -n $(TEST_JOBS) --dist loadfile $(ARGS)
+
+# Writes the rewritten tests as bytecode while mypy uses one processor; else each process of pytest
+# rewrites them at the same time.
+.PHONY: .rewritten
+.rewritten: $(VENV)/.dev
+	@$(PYTEST) --collect-only -q >/dev/null 2>&1 || true
 
 # Tests marked `interpreted` change internals that a compiled module does not have.
 test-compiled: compiled ## Tests of the compiled modules: unit, services, 40 simulations (4 minutes)
-	cd build/compiled && export PYTHONPATH=protos:. && python -m pytest -n $(TEST_JOBS) --dist loadfile -m 'not interpreted' $(COMPILED_TESTS) $(ARGS) && python -m tests.sim 40
+	cd build/compiled && export PYTHONPATH=protos:. && $(PYTEST) -n $(TEST_JOBS) --dist loadfile -m 'not interpreted' $(COMPILED_TESTS) $(ARGS) && python -m tests.sim 40
 
 compiled: $(VENV)/.dev ## A copy of the tree in build/compiled with compiled modules (a minute; needs a C compiler)
 	@rm -rf build/compiled && mkdir -p build/compiled
