@@ -52,7 +52,12 @@ METRIC_MUTANTS = (
         "return [family for family in families if family[1] in MONOTONIC]",
         "return list(families)",
     ),
-    mutant("S3-38", _ROUTES, "serves_head=False", "serves_head=True"),
+    mutant(
+        "S3-38",
+        _ROUTES,
+        "permission=Permission.ADMIN,\n    serves_head=False",
+        "permission=Permission.ADMIN,\n    serves_head=True",
+    ),
     mutant(
         "S3-36 S3-37",
         _HANDLERS,
