@@ -41,6 +41,8 @@ FEATURES = {
     "responses": "responses",
     "websocket": "responses over a WebSocket",
     "messages": "messages",
+    "background": "responses in the background",
+    "conversations": "conversations",
     "batches": "files and batches",
 }
 # Features whose route an older mesh may lack.
@@ -48,6 +50,8 @@ ROUTES = {
     "embeddings": "embeddings",
     "responses": "responses",
     "messages": "messages",
+    "background": "conversations",
+    "conversations": "conversations",
     "batches": "batches",
 }
 # An SDK that speaks only one other API has its features there.

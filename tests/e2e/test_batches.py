@@ -330,6 +330,7 @@ def test_files_and_batches_belong_to_a_tenant_whose_key_runs_the_lines(tmp_path:
         open_to_all.kill()
         with sdk(mesh, texts["acme"]) as acme, sdk(mesh, texts["bravo"]) as bravo:
             check_tenants(mesh, acme, bravo)
+            check_stored(mesh, acme, bravo)
 
 
 def test_lines_wait_for_a_router_however_often_their_time_ends(tmp_path: Path) -> None:
@@ -352,6 +353,50 @@ def test_lines_wait_for_a_router_however_often_their_time_ends(tmp_path: Path) -
         mesh.spawn("router").wait_ready()
         batch = ended(client, batch.id)
         assert (batch.status, len(rows(client, batch.output_file_id))) == ("completed", 1)
+
+
+def check_stored(mesh: Mesh, acme: openai.OpenAI, bravo: openai.OpenAI) -> None:
+    """Stored responses and conversations belong to a tenant, whose key runs those in the
+    background."""
+    conversation = acme.conversations.create()
+    queued = acme.responses.create(
+        model=MODEL,
+        input="Hi",
+        max_output_tokens=16,
+        background=True,
+        conversation=conversation.id,
+        extra_headers={"x-request-id": "in-background"},
+    )
+
+    def has_ended() -> bool:
+        return acme.responses.retrieve(queued.id).status in ("completed", "incomplete")
+
+    wait_for(has_ended, "the response has ended")
+
+    def run_line() -> Json | None:
+        lines = mesh.request_lines("in-background")
+        return next((line for line in lines if line.get("completion_tokens")), None)
+
+    line = wait_for(run_line, "the run is in the log")
+    assert line is not None
+    assert (line["tenant"], line["key_id"]) == ("acme", "key-acme")
+    # Any: each returns another type.
+    calls: list[tuple[Any, str]] = [
+        (bravo.responses.retrieve, queued.id),
+        (bravo.responses.cancel, queued.id),
+        (bravo.responses.delete, queued.id),
+        (bravo.conversations.retrieve, conversation.id),
+        (bravo.conversations.delete, conversation.id),
+        (bravo.conversations.items.list, conversation.id),
+    ]
+    for call, own_id in calls:
+        with pytest.raises(openai.NotFoundError):
+            call(own_id)
+    with pytest.raises(openai.NotFoundError):
+        bravo.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
+    with pytest.raises(openai.BadRequestError):
+        bravo.responses.create(model=MODEL, input="Hi", previous_response_id=queued.id)
+    assert len(acme.conversations.items.list(conversation.id).data) == 2
 
 
 def check_tenants(mesh: Mesh, acme: openai.OpenAI, bravo: openai.OpenAI) -> None:

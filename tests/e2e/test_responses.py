@@ -394,6 +394,7 @@ async def test_a_stream_without_a_worker_ends_with_response_failed(
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
+        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "invalid_value"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "context_length_exceeded"),

@@ -144,6 +144,34 @@ def websocket() -> None:
             previous = event.response.id
 
 
+def background() -> None:
+    response = CLIENT.responses.create(model=MODEL, input="Hello", background=True)
+    assert response.status == "queued"
+    ends_at = time.monotonic() + BATCH_S
+    while response.status in ("queued", "in_progress"):
+        assert time.monotonic() < ends_at, response.status
+        # Sleep: clients of such responses poll.
+        time.sleep(0.1)
+        response = CLIENT.responses.retrieve(response.id)
+    expect_equal(response.status, "completed")
+    expect_equal(response.output_text, chat_text(HELLO))
+    expect_equal(CLIENT.responses.cancel(response.id).status, "completed")
+
+
+def conversations() -> None:
+    named = CLIENT.conversations.create(metadata={"topic": "demo"})
+    turns: list[Any] = []
+    for text in ("Hello", "More"):
+        turns.append({"role": "user", "content": text})
+        response = CLIENT.responses.create(model=MODEL, input=text, conversation=named.id)
+        expect_equal(response.output_text, chat_text(turns))
+        turns.append({"role": "assistant", "content": response.output_text})
+    items = list(CLIENT.conversations.items.list(named.id, order="asc"))
+    texts = [item.content[0].text for item in items if item.type == "message"]
+    expect_equal(texts, [turn["content"] for turn in turns])
+    assert CLIENT.conversations.delete(named.id).deleted
+
+
 def batches() -> None:
     line = {
         "custom_id": "one",
@@ -184,5 +212,7 @@ run(
     embeddings=embeddings,
     responses=responses,
     websocket=websocket,
+    background=background,
+    conversations=conversations,
     batches=batches,
 )
