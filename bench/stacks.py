@@ -48,8 +48,10 @@ def mesh(
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Yields the HTTP port and the pids of a frontend, a router, an indexer and sim workers.
 
-    root: the source tree that the services run from. workers: that many aggregated ones; None: the
-    two of the shape. service_flags: of every service. registry: None for one of its own.
+    - root: the source tree that the services run from.
+    - workers: that many aggregated ones; None: the two of the shape.
+    - service_flags: of every service.
+    - registry: None for one of its own.
     """
     roles = ROLES[shape] if workers is None else ("aggregated",) * workers
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
