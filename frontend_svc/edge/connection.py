@@ -70,7 +70,7 @@ class HttpConnection:
         - make: takes the protocol of the HTTP server, which still has to learn of the end of the
           connection and of its flow, and the transport.
         """
-        if self._cycle.disconnected:
+        if self._cycle.disconnected or self._transport.is_closing():
             return None
         self._cycle.disconnected = True
         protocol = make(self._transport.get_protocol(), self._transport)

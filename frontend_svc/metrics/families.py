@@ -246,6 +246,9 @@ class FrontendMetrics:
         targets = counter(
             "latency_targets_total", "Latency targets by outcome", "target", "outcome"
         )
+        self.websockets = WrittenGauge(
+            f"{prefix}_websockets", "Open WebSockets of the Responses API", Across.SUM
+        )
         by_model: dict[str, Counter | WrittenGauge | SingleThreadHistogram] = {
             attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
         }
@@ -261,7 +264,7 @@ class FrontendMetrics:
             return ModelSeries(**children)
 
         totals = (started, ended, failures, refused, targets, alias_requests)
-        self.collectors: tuple[Collector, ...] = (*totals, *by_model.values())
+        self.collectors: tuple[Collector, ...] = (*totals, self.websockets, *by_model.values())
         self.model = series
         # Children are cached: see `Metrics`.
         self.started, self.ended = cache(started.labels), cache(ended.labels)

@@ -61,11 +61,13 @@ class GaugeFamily(GaugeMetricFamily):
 class WrittenGauge(Collector):
     """A gauge that requests write."""
 
-    def __init__(self, name: str, text: str, across: Across, labels: Sequence[str]) -> None:
+    def __init__(self, name: str, text: str, across: Across, labels: Sequence[str] = ()) -> None:
         self._gauge = Gauge(name, text, labels, registry=None)
         self._across = across
         self._label_names = labels
         self.labels = self._gauge.labels
+        # Of a gauge without labels.
+        self.inc, self.dec = self._gauge.inc, self._gauge.dec
 
     def describe(self) -> Iterator[GaugeFamily]:
         """Returns the name, by which a registry detects duplicates."""

@@ -85,7 +85,8 @@ class ApiDependencies:
         """Returns the endpoint of a WebSocket, whose events count as requests of `POST` there."""
         post = replace(route, method="POST", label="responses", span_operation="chat")
         serve = SocketResponses(post, self.responses, self.endpoints, self.constraints, self.media)
-        return SocketEndpoint(route, serve, self.endpoints.config)
+        metrics = self.endpoints.state.frontend
+        return SocketEndpoint(route, serve, self.endpoints.config, metrics)
 
     def generation(self, route: Route, api: GenerationApi) -> GenerationEndpoint:
         """Returns the endpoint of a generation API."""

@@ -106,8 +106,12 @@ class ResponsesConnection:
             async with asyncio.TaskGroup() as tasks:
                 pings = tasks.create_task(self._ping())
                 while (message := await self._socket.receive()) is not None:
+                    # A client that does not read errors sends no more events.
+                    await self._socket.writable()
                     if isinstance(message, Notice):
                         self._shut_down()
+                    elif isinstance(message, MeshError):
+                        self._socket.send(refusal(message))
                     elif (lane := self._take(await self._parse(message))) is not None:
                         tasks.create_task(self._run_lane(lane))
                 pings.cancel()

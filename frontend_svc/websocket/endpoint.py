@@ -34,6 +34,7 @@ from frontend_svc.generation.api import ParsedBody
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.generation.endpoint import GenerationEndpoint
 from frontend_svc.media.loader import MediaLoader
+from frontend_svc.metrics.families import FrontendMetrics
 from frontend_svc.responses.endpoint import ResponsesApi
 from frontend_svc.responses.kept import KeptResponses
 from frontend_svc.responses.store import ResponseStore
@@ -70,10 +71,13 @@ class SocketResponses(GenerationEndpoint):
 class SocketEndpoint:
     """The ASGI application of the handshake, and of the connection after it."""
 
-    def __init__(self, route: Route, serve: AsgiApp, config: FrontendConfig) -> None:
+    def __init__(
+        self, route: Route, serve: AsgiApp, config: FrontendConfig, metrics: FrontendMetrics
+    ) -> None:
         """
         - serve: the application of each event, as a POST.
         """
+        self._open_sockets = metrics.websockets
         self._route = route
         self._serve = serve
         self._bytes_max = config.body_limit_mb << 20
@@ -107,10 +111,12 @@ class SocketEndpoint:
         connection = ResponsesConnection(
             socket, self._serve, scope, connection_id, kept, self._limits
         )
+        self._open_sockets.inc()
         try:
             await connection.run()
             await socket.lost()
         finally:
+            self._open_sockets.dec()
             socket.abort()
             kept.close()
             log.info(

@@ -75,7 +75,13 @@ def test_a_service_names_the_limit_that_a_peer_has_exceeded(mesh: Mesh, kind: st
     assert service.metric('kvmesh_stream_connections{state="pending"}') >= 0
 
 
-@pytest.mark.parametrize("flood", ["pipelined", "small_chunks", "headers", "reconnects"])
+@pytest.mark.parametrize(
+    "flood",
+    [
+        *("pipelined", "small_chunks", "headers", "reconnects"),
+        *("websocket_pings", "websocket_errors"),
+    ],
+)
 def test_a_client_is_served_beside_a_flood_of_the_http_port(mesh: Mesh, flood: str) -> None:
     address = mesh.url.removeprefix("http://")
     with (

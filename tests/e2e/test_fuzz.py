@@ -1,5 +1,5 @@
-"""Mutated bodies to all POST routes: no 5xx, and errors have their form. A short version of
-`make fuzz`, in which the caches of the frontend still fill."""
+"""Mutated bodies to all POST routes and a WebSocket: no 5xx, and errors have their form. A short
+version of `make fuzz`, in which the caches of the frontend still fill."""
 
 from __future__ import annotations
 

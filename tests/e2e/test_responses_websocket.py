@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket as socketlib
 from collections.abc import AsyncIterator
@@ -340,6 +341,7 @@ async def test_the_responses_of_a_client_that_disconnects_end(mesh: Mesh, leaves
 async def test_each_response_has_a_log_line_and_the_connection_one(mesh: Mesh) -> None:
     async with plain(mesh, additional_headers={"x-request-id": "agent-7"}) as socket:
         await respond(socket, max_output_tokens=2)
+        assert open_sockets(mesh) == 1
         await refuse(socket, model="other")
     lines = [mesh.request_line(f"agent-7-{number}") for number in (1, 2)]
     assert [line["status"] for line in lines] == [200, 404]
@@ -353,6 +355,13 @@ async def test_each_response_has_a_log_line_and_the_connection_one(mesh: Mesh) -
         "the line of the connection is in the log",
     )
     assert (closed["responses"], closed["code"]) == (2, 1000)
+    assert open_sockets(mesh) == 0
+
+
+def open_sockets(mesh: Mesh) -> float:
+    text = mesh.http.get(f"{mesh.url}/metrics").text
+    (line,) = re.findall(r"(?m)^kvmesh_frontend_websockets (\S+)", text)
+    return float(line)
 
 
 async def test_a_client_that_reads_late_receives_the_same_events(mesh: Mesh) -> None:

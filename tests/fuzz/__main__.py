@@ -1,7 +1,7 @@
-"""Sends mutated bodies to all POST routes of a mesh. The last line is JSON; exit status 1 if a
-response has status 5xx, an error without its form, or none, or if the frontend's memory grows in
-the second half. Before, other texts fill the caches of its tokenizer, which are bounded: one of
-segments, and in each thread one of words (about 80 MB).
+"""Sends mutated bodies to all POST routes of a mesh, and events to its WebSocket. The last line is
+JSON; exit status 1 if a response has status 5xx, an error without its form, or none, or if the
+frontend's memory grows in the second half. Before, other texts fill the caches of its tokenizer,
+which are bounded: one of segments, and in each thread one of words (about 80 MB).
 
     python -m tests.fuzz [--bodies 100000] [--seed 0]
 """
@@ -22,10 +22,14 @@ from random import Random
 from typing import Any
 
 import httpx
+from websockets.asyncio.client import connect
+from websockets.exceptions import WebSocketException
 
 from tests.fuzz.bodies import BODIES, MODEL, mutate
 from tests.kit.processes import Mesh, Service
 
+# In place of a path: bodies of POST /v1/responses are events of a WebSocket.
+WEBSOCKET = "websocket"
 CONCURRENCY = 24
 TIMEOUT_S = 60.0
 # Memory is measured after each round, without open requests.
@@ -36,6 +40,7 @@ GROWTH_MAX_MB = 4.0
 FILLERS = 8_000
 FAILURES = Path(".run") / "fuzz"
 FAILURES_MAX = 50
+LAST_EVENTS = ("error", "response.completed", "response.incomplete", "response.failed")
 
 
 def main() -> int:
@@ -74,6 +79,7 @@ class Fuzz:
         self._memory_mb: list[float] = []
         self._seconds = 0.0
         self._paths = [path for path in BODIES if _is_served(mesh, path)]
+        self._paths.append(WEBSOCKET)
 
     async def run(self, bodies: int) -> None:
         """Sends that many bodies, round-robin over the routes."""
@@ -125,8 +131,11 @@ class Fuzz:
         }
 
     async def _send(self, http: httpx.AsyncClient, number: int) -> None:
-        path = self._paths[number % len(self._paths)]
-        raw = mutate(path, Random(f"{self._seed} {number}"))
+        path, chance = self._paths[number % len(self._paths)], Random(f"{self._seed} {number}")
+        if path == WEBSOCKET:
+            await self._send_event(number, as_event(mutate("/v1/responses", chance)))
+            return
+        raw = mutate(path, chance)
         try:
             response = await http.post(
                 f"{self._mesh.url}{path}", content=raw, headers={"x-request-id": f"fuzz-{number}"}
@@ -140,12 +149,41 @@ class Fuzz:
         if problem:
             self._record(number, path, raw, f"{problem}: {response.text[:300]}")
 
+    async def _send_event(self, number: int, raw: bytes) -> None:
+        """Sends an event over a connection of its own."""
+        url = self._mesh.url.replace("http", "ws", 1) + "/v1/responses"
+        last: dict[str, Any] = {"type": ""}
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                connect(url, proxy=None, max_size=None) as client,
+            ):
+                await client.send(raw, text=True)
+                while not last["type"].startswith(LAST_EVENTS):
+                    last = json.loads(await client.recv())
+        except (OSError, WebSocketException) as error:
+            self._statuses[0] += 1
+            self._record(number, WEBSOCKET, raw, repr(error))
+            return
+        status = last.get("status", 200)
+        self._statuses[status] += 1
+        details = last.get("error") or {}
+        has_form = last["type"] != "error" or bool(details.get("message") and details.get("type"))
+        if status >= 500 or not has_form or b"server_error" in json.dumps(last).encode():
+            self._record(number, WEBSOCKET, raw, json.dumps(last)[:300])
+
     def _record(self, number: int, path: str, raw: bytes, problem: str) -> None:
         FAILURES.mkdir(parents=True, exist_ok=True)
         file = FAILURES / f"{self._seed}-{number}.body"
         if len(self.failures) < FAILURES_MAX:
             file.write_bytes(raw)
         self.failures.append(f"{path} {file}: {problem}")
+
+
+def as_event(raw: bytes) -> bytes:
+    """Returns a body as an event; one that is no object, as it is."""
+    event = b'{"type": "response.create", '
+    return raw.replace(b"{", event, 1) if raw.startswith(b'{"') else raw
 
 
 def find_problem(response: httpx.Response) -> str:

@@ -56,6 +56,13 @@ CHUNKED = (
     b"transfer-encoding: chunked\r\n\r\n"
 )
 
+HANDSHAKE = (
+    b"GET /v1/responses HTTP/1.1\r\nhost: localhost\r\n"
+    b"connection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+SWITCHED = b"HTTP/1.1 101 "
+
 
 @dataclass(frozen=True, slots=True)
 class Flood:
@@ -70,6 +77,9 @@ class Flood:
     window_bytes: int = 0
     """How many bytes of parts are sent in all, once the window of the call is open; 0: any number,
     at once."""
+
+    answer: bytes = b""
+    """What the server sends before the parts are sent; empty: they follow at once."""
 
     is_held: bool = False
     """Whether the connection stays open when nothing is left to send; otherwise it is replaced."""
@@ -119,6 +129,9 @@ def http_floods() -> dict[str, Flood]:
         "not_http": Flood(PREFACE, frame(PING, payload=bytes(8), stream=0)),
         "connections": Flood(b"", is_held=True),
         "reconnects": Flood(LIVE),
+        "websocket_pings": Flood(HANDSHAKE, b"\x89\x80" + bytes(4), answer=SWITCHED),
+        "websocket_errors": Flood(HANDSHAKE, b"\x81\x81" + bytes(4) + b"{", answer=SWITCHED),
+        "websocket_parts": Flood(HANDSHAKE, b"\x01\x80" + bytes(4), answer=SWITCHED),
     }
 
 
@@ -129,6 +142,7 @@ class _Hostile:
     unsent: bytes
     received: bytes = b""
     awaits_window: bool = False
+    awaits_answer: bool = False
 
 
 @dataclass(slots=True)
@@ -155,7 +169,8 @@ class _Attacker:
         connection.setblocking(False)
         connection.connect_ex(self.address)
         self.opened += 1
-        hostile = _Hostile(self.flood.first, awaits_window=self.flood.window_bytes > 0)
+        flood = self.flood
+        hostile = _Hostile(flood.first, b"", flood.window_bytes > 0, bool(flood.answer))
         self.selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, hostile)
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
@@ -180,6 +195,10 @@ class _Attacker:
         if not data:
             raise ConnectionError
         hostile.received = (hostile.received + data)[: 1 << 16]
+        if hostile.awaits_answer and self.flood.answer in hostile.received:
+            hostile.awaits_answer = False
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            self.selector.modify(connection, events, hostile)
         if hostile.awaits_window and STREAM_WINDOW in hostile.received and not hostile.unsent:
             hostile.awaits_window = False
             count = self.flood.window_bytes // len(self.flood.part)
@@ -190,7 +209,9 @@ class _Attacker:
     def _continue(self, connection: socket.socket, hostile: _Hostile) -> None:
         """Handles a connection that has sent all it had to send."""
         flood = self.flood
-        if flood.part and not flood.window_bytes:
+        if hostile.awaits_answer:
+            self.selector.modify(connection, selectors.EVENT_READ, hostile)
+        elif flood.part and not flood.window_bytes:
             hostile.unsent = flood.part * (WRITE_BYTES // len(flood.part) + 1)
         elif flood.is_held or hostile.awaits_window:
             self.selector.modify(connection, selectors.EVENT_READ, hostile)

@@ -331,3 +331,19 @@ async def test_a_client_that_reads_nothing_is_disconnected(
         async with asyncio.timeout(WAIT_S):
             await gone.wait()
         client.transport.abort()
+
+
+async def test_a_client_that_reads_no_errors_cannot_send_more_events(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol, "write_timeout_s", 0.2)
+    sent = 0
+    async with serving(api) as (client, _):
+        client.transport.pause_reading()
+        with suppress(ConnectionClosed):
+            async with asyncio.timeout(WAIT_S):
+                while True:  # Ends: the server disconnects the client, or the time limit.
+                    await client.send(b"binary" if sent % 2 else "{")
+                    sent += 1
+        client.transport.abort()
+    assert sent > WAITING_MAX
