@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -92,16 +93,19 @@ async def serving(
     api: Callable[[Scope, Receive, Send], Awaitable[None]],
     limits: SocketLimits = LIMITS,
     bytes_max: int = BYTES_MAX,
+    connections: list[ResponsesConnection] | None = None,
 ) -> AsyncIterator[tuple[ClientConnection, HttpServer]]:
-    """A connection to a server, and the server."""
+    """A connection to a server, and the server. connections: gets the end of the server."""
+    connections = [] if connections is None else connections
 
     async def app(scope: Scope, _receive: Receive, _send: Send) -> None:
         response = handshake_response(scope["path"], scope["headers"], ())
         make = partial(WebSocket, bytes_max=bytes_max, refusal=refusal)
-        socket = scope["state"][CONNECTION].upgrade(response, make)
+        opened = scope["state"][CONNECTION].upgrade(response, make)
         kept = KeptResponses(ResponseStore(1 << 20, 60), asyncio.get_running_loop().time)
-        await ResponsesConnection(socket, api, scope, "c", kept, limits).run()
-        await socket.lost()
+        connections.append(ResponsesConnection(opened, api, scope, "c", kept, limits))
+        await connections[-1].run()
+        await opened.lost()
 
     server = HttpServer(app, lambda: False, 5.0, 10)
     listener = listen("127.0.0.1", 0)
@@ -109,7 +113,11 @@ async def serving(
     listener.listen()
     task = asyncio.create_task(server.serve([listener]))
     try:
-        async with connect(f"ws://{host}:{port}/", proxy=None, ping_interval=None) as client:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # soon full
+        small.connect((host, port))
+        url = f"ws://{host}:{port}/"
+        async with connect(url, proxy=None, ping_interval=None, sock=small) as client:
             yield client, server
     finally:
         server.should_exit = True
@@ -243,12 +251,11 @@ async def test_an_idle_connection_is_closed(api: Api) -> None:
 
 
 async def test_an_old_connection_takes_no_more_events(api: Api) -> None:
-    limits = SocketLimits(WAIT_S, 0.05, WAIT_S, 1 << 20)
-    async with serving(api, limits) as (client, _):
+    connections: list[ResponsesConnection] = []
+    async with serving(api, connections=connections) as (client, _):
         await create(client, "x")
         await receive(client)
-        # Sleep: the connection reaches its age.
-        await asyncio.sleep(0.1)
+        connections[0]._expire()  # as its timer does
         await create(client, "y", "lane")
         error = await receive(client)
         assert error["error"]["code"] == "websocket_connection_limit_reached"
@@ -344,6 +351,8 @@ async def test_a_client_that_reads_no_errors_cannot_send_more_events(
             async with asyncio.timeout(WAIT_S):
                 while True:  # Ends: the server disconnects the client, or the time limit.
                     await client.send(b"binary" if sent % 2 else "{")
+                    # Sleep: the server, in the same loop, takes a turn.
+                    await asyncio.sleep(0)
                     sent += 1
         client.transport.abort()
     assert sent > WAITING_MAX
