@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from batch_svc.core.batch import Owner
-from batch_svc.core.conversations import items_of_response
+from batch_svc.core.conversations import ItemRow, items_of_response
 from batch_svc.core.limits import WINDOW_S
 from batch_svc.core.responses import (
     APPENDING,
@@ -24,6 +25,7 @@ from batch_svc.core.responses import (
 )
 from batch_svc.store.conversations import ConversationStore
 from batch_svc.store.database import Database, Transaction
+from batch_svc.store.group_commit import GroupCommit
 from common.errors import InvalidRequest, NotFound, Overloaded
 
 RESPONSE_TOO_LARGE: Final = "RESPONSE_TOO_LARGE"
@@ -54,6 +56,7 @@ class StoredResponses:
         self._database = database
         self._limits = limits
         self._conversations = conversations
+        self._writes = GroupCommit(database)
 
     async def put(
         self,
@@ -70,12 +73,16 @@ class StoredResponses:
         """
         if not only_appends:
             self._check_size(row)
-        async with self._database.transaction() as transaction:
+        items = _appended(row, append, row.response)
+
+        async def write(transaction: Transaction) -> bool:
             if not only_appends:
                 stored = _Stored(owner, row, append=append)
                 if not await self._insert(transaction, stored):
                     return bool(append.conversation_id)  # A repeated call.
-            return await self._append(transaction, owner.tenant, row, append, row.response)
+            return await self._append(transaction, owner.tenant, append, items)
+
+        return await self._writes.run(write)
 
     async def start(self, run: ResponseRun) -> None:
         """Stores a response that runs in the background. Raises as `put`, and Overloaded above the
@@ -115,25 +122,15 @@ class StoredResponses:
             stored.append.first_item,
         )
         if added:
-            await self._count(transaction, owner.tenant, row.size)
-            await self._make_room(transaction, owner.tenant, row.id)
+            await self._count(transaction, owner.tenant, row.id, row.size)
         return bool(added)
 
     async def _append(
-        self,
-        transaction: Transaction,
-        tenant: str,
-        row: ResponseRow,
-        append: Append,
-        response: bytes,
+        self, transaction: Transaction, tenant: str, append: Append, items: Sequence[ItemRow]
     ) -> bool:
-        """Appends the items of a response to its conversation; returns whether that was there.
-
-        - response: its object at its end.
-        """
+        """Appends the items of a response to its conversation; returns whether that was there."""
         if not append.conversation_id:
             return False
-        items = items_of_response(row.input_items[append.first_item :], response)
         return await self._conversations.append(transaction, tenant, append.conversation_id, items)
 
     async def get(self, tenant: str, response_id: str) -> ResponseRow:
@@ -220,10 +217,10 @@ class StoredResponses:
             row.id,
         )
         if changed:
-            await self._count(transaction, tenant, growth)
-            await self._make_room(transaction, tenant, row.id)
+            await self._count(transaction, tenant, row.id, growth)
             if status in APPENDING:
-                await self._append(transaction, tenant, row, run.append, response)
+                items = _appended(row, run.append, response)
+                await self._append(transaction, tenant, run.append, items)
         return bool(changed)
 
     # Clients and the service.
@@ -255,18 +252,16 @@ class StoredResponses:
             text = f"the response with its conversation has {row.size} bytes, the limit is"
             raise InvalidRequest(f"{text} {limit >> 20} MB", "input", reason=RESPONSE_TOO_LARGE)
 
-    async def _count(self, transaction: Transaction, tenant: str, size: int) -> None:
-        await transaction.execute(
+    async def _count(self, transaction: Transaction, tenant: str, new_id: str, size: int) -> None:
+        """Counts the bytes of a new response, and removes the oldest ones of a tenant above its
+        limit: but not the new one, and none that has not ended."""
+        rows = await transaction.fetch(
             "INSERT INTO stored_bytes (tenant, bytes) VALUES ($1, $2)"
-            " ON CONFLICT (tenant) DO UPDATE SET bytes = stored_bytes.bytes + excluded.bytes",
+            " ON CONFLICT (tenant) DO UPDATE SET bytes = stored_bytes.bytes + excluded.bytes"
+            " RETURNING bytes",
             tenant,
             size,
         )
-
-    async def _make_room(self, transaction: Transaction, tenant: str, new_id: str) -> None:
-        """Removes the oldest responses of a tenant above its limit, but not the new one, and none
-        that has not ended."""
-        rows = await transaction.fetch("SELECT bytes FROM stored_bytes WHERE tenant = $1", tenant)
         above = int(rows[0][0]) - self._limits.tenant_bytes
         # Ends: each round removes responses.
         while above > 0:
@@ -283,6 +278,13 @@ class StoredResponses:
                     break
                 await _remove(transaction, tenant, response_id)
                 above -= int(size)
+
+
+def _appended(row: ResponseRow, append: Append, response: bytes) -> Sequence[ItemRow]:
+    """Returns what a response appends to its conversation. response: its object at its end."""
+    if not append.conversation_id:
+        return ()
+    return items_of_response(row.input_items[append.first_item :], response)
 
 
 async def _remove(transaction: Transaction, tenant: str, response_id: str) -> int:
