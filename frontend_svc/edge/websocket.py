@@ -181,16 +181,17 @@ class WebSocket(asyncio.Protocol):
         """Returns when the client has read enough of what was written, or has disconnected."""
         await self._flow.drain()
 
-    def close(self, code: CloseCode, reason: str) -> None:
+    def close(self, code: CloseCode, reason: str, *, within_s: float = CLOSE_TIMEOUT_S) -> None:
         """Sends a close frame, and ends the connection when the client has answered it.
 
         - reason: at most 123 bytes.
+        - within_s: after which it ends without an answer.
         """
         if self.is_open:
             self.close_code = self.close_code or code
             self._frames.send_close(code, reason)
             self._flush()
-            self._end_soon()
+            self._end_soon(within_s)
             self._on_end()
 
     def abort(self) -> None:
@@ -356,10 +357,10 @@ class WebSocket(asyncio.Protocol):
             self._transport.close()
         self._end_soon()
 
-    def _end_soon(self) -> None:
-        """Gives the client CLOSE_TIMEOUT_S to answer, or to read the last bytes."""
+    def _end_soon(self, within_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Gives the client time to answer, or to read the last bytes."""
         if self._close_timer is None and not self._lost.is_set():
-            self._close_timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+            self._close_timer = self._loop.call_later(within_s, self._transport.abort)
 
     def _on_end(self) -> None:
         """Ends what waits for the client."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
 from frontend_svc.edge.asgi import AsgiApp, Scope
-from frontend_svc.edge.websocket import CloseCode, Notice, WebSocket
+from frontend_svc.edge.websocket import CLOSE_TIMEOUT_S, CloseCode, Notice, WebSocket
 from frontend_svc.generation.api import off_loop
 from frontend_svc.responses.kept import KeptResponses, Turn
 from frontend_svc.websocket.exchange import SocketExchange
@@ -27,6 +27,9 @@ LANES_MAX: Final = 32
 WAITING_MAX: Final = 64
 AGE_LIMIT: Final = "WEBSOCKET_CONNECTION_LIMIT_REACHED"
 LANE_LIMIT: Final = "WEBSOCKET_STREAM_LIMIT_REACHED"
+# Time for the client to answer the close frame of a shutdown. One that runs a tool does not read, and
+# must not delay the shutdown.
+SHUTDOWN_CLOSE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class _End:
     error: MeshError
     code: CloseCode
     reason: str
+    within_s: float = CLOSE_TIMEOUT_S
 
 
 @dataclass(slots=True)
@@ -201,7 +205,8 @@ class ResponsesConnection:
 
     def _shut_down(self) -> None:
         text = "this frontend is shutting down; connect again"
-        self._finish(_End(Unavailable(text, 1.0), CloseCode.SERVICE_RESTART, text))
+        error = Unavailable(text, 1.0)
+        self._finish(_End(error, CloseCode.SERVICE_RESTART, text, SHUTDOWN_CLOSE_S))
 
     def _finish(self, end: _End) -> None:
         """Takes no more events, and closes as soon as no response runs."""
@@ -211,7 +216,8 @@ class ResponsesConnection:
 
     def _close_if_ended(self) -> None:
         if self._end is not None:
-            self._socket.close(self._end.code, self._end.reason)
+            end = self._end
+            self._socket.close(end.code, end.reason, within_s=end.within_s)
 
     def _await_event(self) -> None:
         """Starts the time in which the next event must arrive."""

@@ -31,6 +31,7 @@ from frontend_svc.edge.sockets import listen
 from frontend_svc.edge.websocket import WebSocket, handshake_response
 from frontend_svc.responses.kept import KeptResponses
 from frontend_svc.responses.store import ResponseStore
+from frontend_svc.websocket import connection
 from frontend_svc.websocket.connection import (
     LANES_MAX,
     RUNNING_MAX,
@@ -356,3 +357,14 @@ async def test_a_client_that_reads_no_errors_cannot_send_more_events(
                     sent += 1
         client.transport.abort()
     assert sent > WAITING_MAX
+
+
+async def test_a_client_that_does_not_read_delays_no_shutdown(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SHUTDOWN_CLOSE_S", 0.05)
+    async with serving(api) as (client, server):
+        client.transport.pause_reading()
+        server.should_exit = True
+        await until(lambda: not server.server_state.connections, "the connection has ended")
+        client.transport.abort()
