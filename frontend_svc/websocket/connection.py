@@ -27,8 +27,8 @@ LANES_MAX: Final = 32
 WAITING_MAX: Final = 64
 AGE_LIMIT: Final = "WEBSOCKET_CONNECTION_LIMIT_REACHED"
 LANE_LIMIT: Final = "WEBSOCKET_STREAM_LIMIT_REACHED"
-# Time for the client to answer the close frame of a shutdown. One that runs a tool does not read, and
-# must not delay the shutdown.
+# Time for the client to answer the close frame of a shutdown. One that runs a tool does not read,
+# and must not delay it.
 SHUTDOWN_CLOSE_S: Final = 1.0
 
 
