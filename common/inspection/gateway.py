@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 
 # Any: JSON.
 from typing import Any
 
 import httpx
 
-from common.errors import Unavailable
+from common.errors import InvalidRequest, Unavailable
 from common.registry.instances import HTTP_META_KEY, METRICS_META_KEY, Instance, Snapshot
 from common.runtime.config import ServiceConfig
 
@@ -34,12 +35,19 @@ class GatewayError(Exception):
 
 
 def new_http_client(
-    api_key: str | None, config: ServiceConfig | None = None, url: str = ""
+    api_key: str | None,
+    config: ServiceConfig | None = None,
+    url: str = "",
+    *,
+    own_certificates: Collection[Path] = (),
 ) -> httpx.AsyncClient:
     """Returns a client that connects directly, without a proxy from the environment.
 
     - config: its certificate authorities are trusted beside those of the system.
     - url: what the client will request; only https needs the authorities.
+    - own_certificates: files of the services that the client requests, which are trusted as they
+      are: they are for the names that clients use, not for the address of the service. Raises
+      InvalidRequest for one that cannot be read.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
@@ -48,7 +56,25 @@ def new_http_client(
         verify = ssl.create_default_context()
         if config.tls_ca_path is not None:
             verify.load_verify_locations(config.tls_ca_path)
+    if own_certificates:
+        verify = _only_trusting(own_certificates)
     return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout, verify=verify)
+
+
+def _only_trusting(certificates: Iterable[Path]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    # A certificate that an authority issued is trusted without the authority.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    for path in certificates:
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InvalidRequest(
+                f"{path} cannot be read: {reason}", "http_tls_cert_path"
+            ) from error
+    return context
 
 
 def api_url(frontend: Instance) -> str:

@@ -30,7 +30,7 @@ from common.inspection import gateway
 from common.registry.open import describe_registry, open_registry
 from common.registry.registry import Registry
 from common.rpc.channel import Security, security_from_config
-from common.runtime.config import ServiceConfig
+from common.runtime.config import PREFIX, ServiceConfig
 from common.runtime.free_ports import free_ports
 from common.runtime.tasks import TaskGroup
 from meshctl.commands.console import LOGIN_PATH_VARIABLE, new_link
@@ -45,6 +45,7 @@ from meshctl.commands.mesh_options import (
 )
 from meshctl.commands.ray_mesh import up_on_ray
 from meshctl.mesh_file.document import MeshFileError
+from meshctl.mesh_file.settings import service_prefix
 from meshctl.options import UpOptions, file_origin
 from meshctl.process.child import ProcessLauncher, with_parent_guard
 from meshctl.process.control import control_server
@@ -312,7 +313,10 @@ class _UpCommand:
 
     async def _run_session(self, supervisor: Supervisor) -> None:
         """Waits until the mesh is ready, prints it, runs the sample and the command of --then."""
-        async with gateway.new_http_client(self.environ.get("OPENAI_API_KEY")) as http:
+        client = gateway.new_http_client(
+            self.environ.get("OPENAI_API_KEY"), own_certificates=self._http_certificates()
+        )
+        async with client as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
                 self.session_status = 1
@@ -333,6 +337,14 @@ class _UpCommand:
             if self.options.once:
                 self.session_status = status
                 supervisor.stop()
+
+    def _http_certificates(self) -> set[Path]:
+        """Returns the certificates of frontends with HTTPS."""
+        frontends = [spec for spec in self.specs if spec.service == "frontend"]
+        environs = [spec.with_environ(self.environ) for spec in frontends]
+        names = [f"{prefix}HTTP_TLS_CERT_PATH" for prefix in (service_prefix("frontend"), PREFIX)]
+        found = [environ.get(names[0]) or environ.get(names[1]) for environ in environs]
+        return {Path(path) for path in found if path}
 
     async def _print_login(self, supervisor: Supervisor) -> None:
         """Prints a link to the console, once it is ready."""

@@ -290,6 +290,9 @@ class Facts:
     has_token: bool = False
     """Whether doctor has a mesh token."""
 
+    has_tls: bool = False
+    """Whether doctor calls members by TLS."""
+
     setting_problems: tuple[str, ...] = ()
     """Invalid settings, as `name: problem`."""
 

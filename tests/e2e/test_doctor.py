@@ -369,6 +369,11 @@ def test_tokens_and_certificates_that_do_not_fit_are_named(tmp_path: Path) -> No
         assert refusing == {subject_of(service) for service in mesh.services}
         assert "KVMESH_MESH_TOKEN" in no_token.of("member_refuses")[0]["remedy"]
 
+        no_certificate = examine(folder, mesh_token=TOKEN)
+        refusing = {named(found) for found in no_certificate.of("member_refuses")}
+        assert refusing == {subject_of(service) for service in mesh.services}
+        assert not no_certificate.of("member_silent")
+
         authority.issue("router", days=-1)
         authority.issue("worker", days=5)
         report = examine(folder, **operator)

@@ -182,11 +182,18 @@ def test_certificates_of_the_groups_suffice_if_the_file_names_the_authority_for_
     assert check.process.wait(READY_S) == 2
     refused = check.out.read_text()
     assert refused.startswith("mesh.yaml: frontend-0: --tls-cert-path: set all of"), refused
-    path.write_text(f"{shared}frontends: {own}, http_port: 0}}\n{groups}")
-    with running(tmp_path, "-f", "mesh.yaml") as mesh:
+    # For the name that clients use, from an authority of theirs: not for the address of this host.
+    http_cert, http_key = Authority(tmp_path / "public").issue("api", ["DNS:api.example"])
+    https = f"http_tls_cert_path: {http_cert}, http_tls_key_path: {http_key}"
+    frontends = f"{own.removesuffix('}')}, {https}}}, http_port: 0}}"
+    path.write_text(f"{shared}frontends: {frontends}\n{groups}")
+    with running(tmp_path, "-f", "mesh.yaml", "--sample") as mesh:
+        assert mesh.url().startswith("https://")
+        wait_for(lambda: "> Say hello" in mesh.out.read_text(), "the sample is sent")
         # It calls the members itself, to see whether they are routable.
         done = mesh.meshctl("restart", "--wait", "router")
         assert done.returncode == 0, done.stderr
+    assert "sample request failed" not in mesh.out.read_text()
 
 
 def test_a_problem_of_the_file_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ CANARY_REASON = "its canary fails"
 _SILENT = ("deadline_exceeded", "unavailable", "cancelled")
 # States of a member that refuses doctor.
 _REFUSALS = ("unauthenticated", "permission_denied")
+# In gRPC's text on a call without TLS to a port that has it: the port closes the connection.
+_CLOSED = "Socket closed"
 # Of /proc: stopped by a signal, and by a debugger.
 _STOPPED = ("T", "t")
 
@@ -57,6 +59,9 @@ def _member_problems(member: MemberFacts, facts: Facts) -> Iterator[Finding]:
     elif member.health in _REFUSALS:
         has_token = "with the mesh token of doctor" if facts.has_token else "without a mesh token"
         text = f"{member.health}, {has_token}{detail}"
+        yield finding("member_refuses", subject, text, name=subject.name)
+    elif member.health == "unavailable" and not facts.has_tls and _CLOSED in member.detail:
+        text = f"it closes connections without TLS, and doctor has no certificate{detail}"
         yield finding("member_refuses", subject, text, name=subject.name)
     elif member.health in _SILENT:
         limit = f" within {facts.limits.answer_s:g} s"

@@ -87,6 +87,7 @@ async def collect(
         limits=limits,
         namespace=config.namespace,
         has_token=config.mesh_token is not None,
+        has_tls=config.tls_ca_path is not None,
         setting_problems=tuple(problems),
         expected=planned.expected,
         required=planned.required,

@@ -190,6 +190,11 @@ CASES: list[tuple[str, Facts, str]] = [
         with_member(ROUTER, health="unauthenticated", detail="the caller's mesh token is wrong"),
         "without a mesh token",
     ),
+    (
+        "member_refuses",
+        with_member(ROUTER, health="unavailable", detail="Socket closed"),
+        "connections without TLS",
+    ),
     ("member_not_serving", with_member(ROUTER, health="not_serving"), "not_serving"),
     (
         "member_not_routable",
