@@ -225,6 +225,8 @@ class Cluster:
         if pod.target:
             variables = image_variables(pod.target) | variables
         (folder / "tmp").mkdir(parents=True)
+        if pod.component == "batch":
+            (folder / "data").mkdir()
         environment = {
             "PATH": f"{Path(consul_binary()).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT / 'protos'}:{ROOT}",
@@ -247,7 +249,7 @@ class Cluster:
         """Returns the value of a variable on this host."""
         if value == "0.0.0.0":
             return address
-        for prefix in (_PREFIX, "/tmp"):
+        for prefix in (_PREFIX, "/tmp", "/data"):
             if value.startswith(prefix):
                 return f"{folder}{value}"
         return value.replace("//consul:", f"//{self.service}:").replace(

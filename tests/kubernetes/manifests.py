@@ -168,7 +168,10 @@ class Pod:
             mount["mountPath"]
             for mount in self.container["volumeMounts"]
             if not mount.get("readOnly")
-            and ("emptyDir" in volumes.get(mount["name"], {}) or mount["name"] not in volumes)
+            and (
+                mount["name"] not in volumes
+                or not {"emptyDir", "persistentVolumeClaim"}.isdisjoint(volumes[mount["name"]])
+            )
         ]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from tests.compose.checks import check_batch
 from tests.compose.load import Load, figures
 from tests.contract.consul_agent import consul_binary
 from tests.kit.images import ROOT
@@ -67,6 +68,7 @@ def check_run(check: AddCheck, manifests: Manifests, folder: Path) -> dict[str, 
         with load.running():
             time.sleep(LOAD_S)
             check("run/stored responses", lambda: stored_response_problems(cluster))
+            check("run/batch", lambda: batch_problems(cluster))
             check("run/server lost", lambda: lose_server(cluster))
             check("run/worker lost", lambda: lose_worker(cluster))
             time.sleep(LOAD_S)
@@ -120,6 +122,13 @@ def stored_response_problems(cluster: Cluster) -> list[str]:
         url = f"http://{second.address}:{HTTP.number}/v1/responses/{made.json()['id']}"
         response = http.get(url)
     return [] if response.status_code == 200 else [response.text]
+
+
+def batch_problems(cluster: Cluster) -> list[str]:
+    """Runs a batch beside the load. Raises AssertionError if it does not complete."""
+    frontend, _ = cluster.of_component("frontend")
+    found = check_batch(f"http://{frontend.address}:{HTTP.number}", 16)
+    return [str(found)] if found["errors"] + found["inexact"] else []
 
 
 def lose_server(cluster: Cluster) -> list[str]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import promql_parser
 import yaml
 
+from batch_svc.config import BatchConfig
 from common.runtime.config import ConfigError, ServiceConfig
 from common.service.health import MEMBER_SERVICE
 from common.service.lifecycle import (
@@ -125,7 +126,8 @@ def settings(manifests: Manifests) -> list[str]:
 
 def _ports_of(config: ServiceConfig) -> dict[str, int | None]:
     """Returns the ports that a service binds, by the name that its manifest has."""
-    streams = None if isinstance(config, FrontendConfig) else config.stream_port
+    has_streams = not isinstance(config, FrontendConfig | BatchConfig)
+    streams = config.stream_port if has_streams else None
     found = {
         "grpc": config.port,
         "health": config.health_port,
@@ -191,7 +193,13 @@ def rollouts(manifests: Manifests) -> list[str]:
     """A rolling update takes no pod away before its successor is ready, or has others left."""
     found = []
     for pod in manifests.services:
-        update = pod.workload["spec"]["strategy"]["rollingUpdate"]
+        strategy = pod.workload["spec"]["strategy"]
+        if pod.component == "batch":
+            # Its volume is attached to one node at a time.
+            if strategy != {"type": "Recreate"} or pod.replicas != 1:
+                found.append(f"{pod.name} is replaced with {strategy}, {pod.replicas} pods")
+            continue
+        update = strategy["rollingUpdate"]
         change = (update["maxUnavailable"], update["maxSurge"])
         is_scaled = "replicas" not in pod.workload["spec"]
         if change != (0, 1) and not (change == (1, 0) and (pod.replicas > 1 or is_scaled)):
@@ -368,7 +376,7 @@ def writable(manifests: Manifests) -> list[str]:
         folders = pod.writable_folders()
         if "/tmp" not in folders:
             found.append(f"{pod.name} has no /tmp")
-        for name in ("login_path", "usage_file", "audit_log", "request_trace"):
+        for name in ("login_path", "usage_file", "audit_log", "request_trace", "database_file"):
             path = str(getattr(config, name, "") or "")
             if path and not any(Path(path).is_relative_to(folder) for folder in folders):
                 found.append(f"{pod.name} cannot write {name} {path}")

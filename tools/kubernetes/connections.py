@@ -65,12 +65,13 @@ SERF: Final = (Port(8301), Port(8301, "UDP"))
 DNS: Final = (Port(53), Port(53, "UDP"))
 
 WORKERS: Final = ("prefill", "decode")
-MEMBERS: Final = ("frontend", "router", "indexer", *WORKERS)
+MEMBERS: Final = ("frontend", "router", "indexer", "batch", *WORKERS)
 # The pods that this project's images run.
 SERVICES: Final = (*MEMBERS, "console")
 
 _FRONTEND, _ROUTER, _INDEXER = Pods(("frontend",)), Pods(("router",)), Pods(("indexer",))
 _WORKERS, _MEMBERS, _SERVICES = Pods(WORKERS), Pods(MEMBERS), Pods(SERVICES)
+_BATCH = Pods(("batch",))
 _CONSOLE, _CONSUL = Pods(("console",)), Pods(("consul",))
 _NAMES = Namespace("kube-system", (("k8s-app", "kube-dns"),))
 
@@ -81,6 +82,8 @@ MESH: Final = (
     Connection(_FRONTEND, _WORKERS, (STREAMS,), "requests and tokens"),
     Connection(_FRONTEND, _WORKERS, (GRPC,), "large files of models"),
     Connection(_FRONTEND, _FRONTEND, (GRPC,), "stored responses"),
+    Connection(_FRONTEND, _BATCH, (GRPC,), "files and batches"),
+    Connection(_BATCH, _FRONTEND, (GRPC,), "lines of batches"),
     Connection(_ROUTER, _ROUTER, (STREAMS,), "replication of bookings and sessions"),
     Connection(_ROUTER, _INDEXER, (STREAMS,), "the index"),
     Connection(_WORKERS, _INDEXER, (STREAMS,), "KV events and load"),
