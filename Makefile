@@ -45,7 +45,7 @@ run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim work
 
 test: $(VENV)/.dev ## Set up, then lint, type-check and run all tests
 	@$(MAKE) --no-print-directory -j2 types lint .rewritten
-	$(PYTEST) -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Writes the rewritten tests as bytecode while mypy uses one processor; else each process of pytest
 # rewrites them at the same time.
@@ -55,7 +55,7 @@ test: $(VENV)/.dev ## Set up, then lint, type-check and run all tests
 
 # Tests marked `interpreted` change internals that a compiled module does not have.
 test-compiled: compiled ## Tests of the compiled modules: unit, services, 40 simulations (4 minutes)
-	cd build/compiled && export PYTHONPATH=protos:. && $(PYTEST) -n $(TEST_JOBS) --dist loadfile -m 'not interpreted' $(COMPILED_TESTS) $(ARGS) && python -m tests.sim 40
+	cd build/compiled && export PYTHONPATH=protos:. && $(PYTEST) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m 'not interpreted' $(COMPILED_TESTS) $(ARGS) && python -m tests.sim 40
 
 compiled: $(VENV)/.dev ## A copy of the tree in build/compiled with compiled modules (a minute; needs a C compiler)
 	@rm -rf build/compiled && mkdir -p build/compiled
@@ -87,7 +87,7 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
 rows: $(VENV)/.dev ## Mission rows: proved by a service or in a core; other designs, refused, open
-	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
 
 mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')
 	@$(BIN)/python -m tests.mutants $(ARGS)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.failed import HAS_FAILED
 from tests.known_reruns import without_cause
+from tests.module_order import longest_first
 from tests.row_report import RowReport
 from tests.service_traffic import ServiceTraffic
 from tests.watchdog import Watchdog
@@ -38,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        key = longest_first([item.nodeid for item in items])
+        items.sort(key=lambda item: key(item.nodeid))
     # The mark would override the option.
     has_reruns_option = config.getoption("reruns", None) is not None
     for item in items:
