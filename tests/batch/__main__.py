@@ -32,6 +32,7 @@ from typing import Any
 from common.runtime.free_ports import free_ports
 from tests.batch.job import Job, bodies, completeness, hit_rate
 from tests.batch.postgres_server import NoServer, PostgresServer, find_programs
+from tests.batch.responses import BackgroundResponses
 from tests.batch.streams import Streams, saturate
 from tests.kit.processes import Mesh
 from tests.kit.waiting import wait_for
@@ -52,6 +53,8 @@ KILLED = ("batch", "worker", "router", "indexer", "frontend", "batch")
 RATIO_MAX, SHARE_MIN = 1.1, 0.7
 # Without a limit of its own.
 END_S = 1800.0
+# In the background, before each kill.
+RESPONSES = 8
 
 # Any: JSON.
 Json = dict[str, Any]
@@ -88,6 +91,8 @@ def summarize(results: dict[str, Json], lines: int) -> Json:
     missing, repeated, failed = (
         sum(one[name] for one in killed) for name in ("missing", "repeated", "failed")
     )
+    background = [one["background"] for one in killed]
+    lost = sum(one["failed"] + one["misplaced"] for one in background)
     ratio, share = beside.get("live_ttft_p99_ratio"), beside.get("idle_share")
     return {
         "lines": lines,
@@ -98,7 +103,9 @@ def summarize(results: dict[str, Json], lines: int) -> Json:
         "idle_share": share,
         "kills": sum(one["kills"] for one in killed),
         "hit_rate": order.get("hit_rate"),
-        "ok": not (missing or repeated or failed)
+        "responses": sum(one["responses"] for one in background),
+        "lost_responses": lost,
+        "ok": not (missing or repeated or failed or lost)
         and (ratio is None or ratio <= RATIO_MAX)
         and (share is None or share >= SHARE_MIN),
     }
@@ -214,10 +221,11 @@ async def _with_kills(
             lambda: _url(mesh), count=STREAMS, words=PROMPT_WORDS, tokens=RESPONSE_TOKENS
         )
         async with streams.running():
-            with _job(mesh) as job:
-                kills = await asyncio.to_thread(_run_and_kill, mesh, job, lines, more)
+            with _job(mesh) as job, _responses(mesh) as responses:
+                kills = await asyncio.to_thread(_run_and_kill, mesh, job, responses, lines, more)
                 batch = await asyncio.to_thread(job.wait)
                 rows = await asyncio.to_thread(job.rows)
+                background = await asyncio.to_thread(responses.wait)
     missing, repeated, failed = completeness(rows, lines)
     return {
         "lines": lines,
@@ -225,6 +233,7 @@ async def _with_kills(
         "missing": missing,
         "repeated": repeated,
         "failed": failed,
+        "background": background,
         "kills": len(kills),
         "killed": kills,
         "chats": len(streams.samples),
@@ -233,13 +242,19 @@ async def _with_kills(
 
 
 def _run_and_kill(
-    mesh: Mesh, job: Job, lines: int, more: dict[str, Callable[[], None]]
+    mesh: Mesh,
+    job: Job,
+    responses: BackgroundResponses,
+    lines: int,
+    more: dict[str, Callable[[], None]],
 ) -> list[str]:
-    """Kills a process after each part of the lines, and starts it again; returns their names."""
+    """Kills a process after each part of the lines, while responses run in the background, and
+    starts it again; returns their names."""
     job.create(bodies(lines, groups=100, prefix=64, tokens=LINE_TOKENS))
     order = [*KILLED, *more]
     for number, name in enumerate(order, 1):
         _await_lines(job, number * lines * 3 // (4 * len(order)))
+        responses.start(RESPONSES)
         print(f"kill {number}: {name}", file=sys.stderr, flush=True)
         if name in more:
             more[name]()
@@ -258,6 +273,15 @@ def _url(mesh: Mesh) -> str:
     """Returns the URL of the newest frontend that has started."""
     started = [one for one in mesh.running("frontend") if one.addresses]
     return started[-1].addresses["http"]
+
+
+@contextmanager
+def _responses(mesh: Mesh) -> Iterator[BackgroundResponses]:
+    responses = BackgroundResponses(lambda: _url(mesh), END_S)
+    try:
+        yield responses
+    finally:
+        responses.close()
 
 
 @contextmanager

@@ -37,15 +37,36 @@ def bodies(lines: int, *, groups: int, prefix: int, tokens: int) -> list[Json]:
     return found
 
 
-class Job:
-    """A batch. url: of a frontend, asked for each call, which is repeated while that is not
-    there."""
+class Calls:
+    """Calls of the HTTP API. url: of a frontend, asked for each call, which is repeated while that
+    is not there."""
 
     def __init__(self, url: Callable[[], str], timeout_s: float = 600.0) -> None:
         self._url = url
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._http = httpx.Client(trust_env=False, timeout=60.0)
-        self.id = ""
+
+    def close(self) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        def response() -> httpx.Response | None:
+            try:
+                found = self._http.request(method, f"{self._url()}{path}", **arguments)
+            except (httpx.HTTPError, IndexError):
+                return None
+            return None if found.status_code >= 500 else found
+
+        found = wait_for(response, f"{method} {path} has a response", self.timeout_s)
+        assert found is not None
+        assert found.status_code == 200, f"{method} {path}: {found.status_code} {found.text[:500]}"
+        return found
+
+
+class Job(Calls):
+    """A batch."""
+
+    id = ""
 
     def create(self, lines: Sequence[Json]) -> None:
         """Uploads the lines and begins the batch."""
@@ -55,12 +76,12 @@ class Job:
         ]
         content = "\n".join(map(json.dumps, rows)).encode()
         form: Json = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", content)}}
-        file = self._call("POST", "/v1/files", **form).json()
+        file = self.call("POST", "/v1/files", **form).json()
         body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
-        self.id = self._call("POST", "/v1/batches", json=body).json()["id"]
+        self.id = self.call("POST", "/v1/batches", json=body).json()["id"]
 
     def read(self) -> Json:
-        found: Json = self._call("GET", f"/v1/batches/{self.id}").json()
+        found: Json = self.call("GET", f"/v1/batches/{self.id}").json()
         return found
 
     def done(self) -> int:
@@ -69,7 +90,7 @@ class Job:
         return int(counts["completed"]) + int(counts["failed"])
 
     def cancel(self) -> None:
-        self._call("POST", f"/v1/batches/{self.id}/cancel")
+        self.call("POST", f"/v1/batches/{self.id}/cancel")
         self.wait()
 
     def wait(self) -> Json:
@@ -78,7 +99,7 @@ class Job:
             wait_for(
                 lambda: found if (found := self.read())["status"] in ENDED else None,
                 f"{self.id} has ended",
-                self._timeout_s,
+                self.timeout_s,
             )
             or {}
         )
@@ -89,24 +110,8 @@ class Job:
         found: list[Json] = []
         for file_id in (batch["output_file_id"], batch["error_file_id"]):
             if file_id is not None:
-                text = self._call("GET", f"/v1/files/{file_id}/content").text
+                text = self.call("GET", f"/v1/files/{file_id}/content").text
                 found += map(json.loads, text.splitlines())
-        return found
-
-    def close(self) -> None:
-        self._http.close()
-
-    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        def response() -> httpx.Response | None:
-            try:
-                found = self._http.request(method, f"{self._url()}{path}", **arguments)
-            except (httpx.HTTPError, IndexError):
-                return None
-            return None if found.status_code >= 500 else found
-
-        found = wait_for(response, f"{method} {path} has a response", self._timeout_s)
-        assert found is not None
-        assert found.status_code == 200, f"{method} {path}: {found.status_code} {found.text[:500]}"
         return found
 
 
