@@ -127,7 +127,7 @@ class ResponsesConnection:
         try:
             return await off_loop(len(message), parse_event, message)
         except EventRefused as refused:
-            self._socket.send(refusal(refused.error, refused.stream_id))
+            self._socket.send(refused.answer)
             return None
 
     def _take(self, event: CreateEvent | None) -> _Lane | None:

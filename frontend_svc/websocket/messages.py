@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 
 from common.errors import InvalidRequest, MeshError, Unsupported
-from frontend_svc.errors import HttpError
+from frontend_svc.errors import INVALID, HttpError
 from frontend_svc.openai.body.parsing import parse_json_object
 from frontend_svc.openai.body.validation_errors import (
     INVALID_TYPE,
@@ -52,12 +52,11 @@ class CreateEvent:
 
 
 class EventRefused(Exception):
-    """An event that is refused. stream_id: of its lane, if it names one."""
+    """An event that is refused. answer: the message that reports it."""
 
-    def __init__(self, error: MeshError, stream_id: str | None) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.stream_id = stream_id
+    def __init__(self, answer: bytes) -> None:
+        super().__init__(answer)
+        self.answer = answer
 
 
 def parse_event(raw: bytes) -> CreateEvent | None:
@@ -69,7 +68,7 @@ def parse_event(raw: bytes) -> CreateEvent | None:
         stream_id = _stream_id(event)
         return _create_event(event, stream_id)
     except MeshError as error:
-        raise EventRefused(error, stream_id) from None
+        raise EventRefused(refusal(error, stream_id)) from None
 
 
 def _create_event(event: Json, stream_id: str | None) -> CreateEvent | None:
@@ -79,7 +78,7 @@ def _create_event(event: Json, stream_id: str | None) -> CreateEvent | None:
     if kind is None:
         raise missing_parameter("type")
     if kind == STEER:
-        raise Unsupported("type", "responses are not steered; send response.create after the end")
+        raise EventRefused(_steer_failed(event))
     if kind != CREATE:
         text = f"Invalid 'type': {_shown(kind)} is no event of a client; send {CREATE!r}."
         raise InvalidRequest(text, "type", reason=INVALID_VALUE)
@@ -92,6 +91,21 @@ def _create_event(event: Json, stream_id: str | None) -> CreateEvent | None:
         raise _wrong_type("generate", "true or false", generates)
     body = orjson.dumps(event | {"stream": True})
     return CreateEvent(body, stream_id, generates is not False)
+
+
+def _steer_failed(event: Json) -> bytes:
+    """Returns the event by which OpenAI's clients learn that a response takes no more input."""
+    previous, more = event.get("previous_response_id"), event.get("input")
+    if not isinstance(previous, str):
+        raise missing_parameter("previous_response_id")
+    error = {
+        "type": INVALID,
+        "code": "steering_not_supported",
+        "message": "responses are not steered here; send response.create after the end",
+    }
+    steer = {"previous_response_id": previous, "input": more}
+    failed = {"type": f"{STEER}.failed", "sequence_number": 0, "error": error, "steer": steer}
+    return orjson.dumps(failed)
 
 
 def _stream_id(event: Json) -> str | None:

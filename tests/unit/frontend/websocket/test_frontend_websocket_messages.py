@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from openai.types.responses import ResponseSteerFailedEvent
 
 from common.errors import InvalidRequest, Overloaded
 from frontend_svc.openai.output.sse import KEEP_ALIVE
@@ -34,7 +35,7 @@ def error_of(raw: bytes) -> Json:
     """The `error` of an event that is refused."""
     with pytest.raises(EventRefused) as refused:
         parse_event(raw)
-    error: Json = json.loads(refusal(refused.value.error, refused.value.stream_id))
+    error: Json = json.loads(refused.value.answer)
     assert (error["type"], error["status"]) == ("error", 400)
     details: Json = error["error"]
     return details
@@ -67,7 +68,11 @@ def test_the_report_of_a_client_that_it_has_read_a_response_needs_no_answer() ->
         (b"{}", "type", "missing_required_parameter"),
         (b'{"type": "session.update"}', "type", "invalid_value"),
         (b'{"type": 1}', "type", "invalid_value"),
-        (b'{"type": "response.steer"}', "type", "unsupported_parameter"),
+        (
+            b'{"type": "response.steer"}',
+            "previous_response_id",
+            "missing_required_parameter",
+        ),
         (b'{"type": "response.create", "stream": false}', "stream", "unsupported_parameter"),
         (b'{"type": "response.create", "background": true}', "background", "unsupported_parameter"),
         (b'{"type": "response.create", "generate": 1}', "generate", "invalid_type"),
@@ -79,6 +84,15 @@ def test_an_invalid_event_is_refused_by_name(raw: bytes, param: str | None, code
     error = error_of(raw)
     assert (error["param"], error["code"]) == (param, code)
     assert error["type"] == "invalid_request_error"
+
+
+def test_input_for_a_response_that_runs_is_returned() -> None:
+    steer = {"previous_response_id": "resp_1", "input": "Stop."}
+    with pytest.raises(EventRefused) as refused:
+        parse_event(orjson.dumps({"type": "response.steer", **steer}))
+    failed = ResponseSteerFailedEvent.model_validate_json(refused.value.answer)
+    assert failed.error.code == "steering_not_supported"
+    assert failed.steer.to_dict() == steer
 
 
 def test_the_error_of_a_long_stream_id_states_the_limit() -> None:
