@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -96,14 +97,22 @@ def list_(path: Path, as_json: bool) -> None:
 @click.option("--requests-per-s", type=float, help="Requests a second.")
 @click.option("--tokens-per-min", type=int, help="Tokens a minute, of prompts and output.")
 @click.option("--concurrency", type=int, help="Requests at a time.")
-@click.option(
-    "--weight", type=float, default=1.0, help="Share of busy workers, relative to others."
-)
-def limits(path: Path, tenant: str, **values: Any) -> None:
-    """Sets the limits of a tenant; unset: no limit."""
-    new = Limits(**values)
-    with edited_tenants(path) as tenants:
-        _limit(tenants, tenant, new)
+@click.option("--weight", type=float, help="Share of busy workers, relative to others; default 1.")
+@click.option("--none", "has_none", is_flag=True, help="Remove all limits.")
+@json_flag
+def limits(path: Path, tenant: str, has_none: bool, as_json: bool, **values: Any) -> None:
+    """Sets the limits of a tenant, and prints them; without flags, prints those in force.
+
+    A call with flags sets all limits: those that are not given are removed.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and has_none:
+        raise click.UsageError("--none removes all limits: it takes no limit beside it")
+    if given or has_none:
+        new = Limits(**given)
+        with edited_tenants(path) as tenants:
+            _limit(tenants, tenant, new)
+    _print_limits(_tenant(parse_keys(path.read_bytes()).tenants, tenant).limits, as_json=as_json)
 
 
 @command.command("revoke", cls=_KeysCommand)
@@ -184,9 +193,23 @@ def _add(tenants: dict[str, Tenant], name: str, *keys: ApiKey) -> None:
 
 def _limit(tenants: dict[str, Tenant], name: str, limits: Limits) -> None:
     """Raises NotFound."""
+    tenants[name] = _tenant(tenants, name).model_copy(update={"limits": limits})
+
+
+def _tenant(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+    """Raises NotFound."""
     if name not in tenants:
         raise NotFound(f"no tenant has the name {name!r}")
-    tenants[name] = tenants[name].model_copy(update={"limits": limits})
+    return tenants[name]
+
+
+def _print_limits(limits: Limits, *, as_json: bool) -> None:
+    values = limits.model_dump()
+    if as_json:
+        sys.stdout.write(json.dumps(values) + "\n")
+        return
+    rows = [(name, "none" if value is None else f"{value:g}") for name, value in values.items()]
+    sys.stdout.writelines(f"{line}\n" for line in align(rows))
 
 
 def _print_keys(document: KeyDocument) -> None:

@@ -248,4 +248,4 @@ def test_a_changed_limit_takes_effect_without_a_restart(mesh: Mesh, tenants: Ten
         ),
         "the frontend has the new limit",
     )
-    tenants.run("limits", "free")
+    tenants.run("limits", "free", "--none")

@@ -39,6 +39,36 @@ def test_keys_for_programs_are_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["id"] != created["id"]
 
 
+def test_limits_are_shown_and_only_removed_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = f"--api-keys={tmp_path / 'keys.json'}"
+    assert run(file, "create", "acme") == 0
+    capsys.readouterr()
+    assert run(file, "limits", "acme", "--requests-per-s=2.5", "--weight=3") == 0
+    in_force = capsys.readouterr().out
+    assert [line.split() for line in in_force.splitlines()] == [
+        ["requests_per_s", "2.5"],
+        ["tokens_per_min", "none"],
+        ["concurrency", "none"],
+        ["weight", "3"],
+    ]
+    assert run(file, "limits", "acme") == 0
+    assert capsys.readouterr().out == in_force
+    assert run(file, "limits", "acme", "--none", "--weight=2") == 2
+    assert "--none removes all limits" in capsys.readouterr().err
+    assert run(file, "limits", "acme", "--none", "--json") == 0
+    limits = json.loads(capsys.readouterr().out)
+    assert limits == {
+        "requests_per_s": None,
+        "tokens_per_min": None,
+        "concurrency": None,
+        "weight": 1.0,
+    }
+    assert run(file, "limits", "other") == 1
+    assert "no tenant has the name 'other'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
