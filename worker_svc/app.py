@@ -17,13 +17,14 @@ from common.kv.hashing import DEFAULT_BLOCK_SIZE, HASH_SCHEME_ID, PrefixHasher
 from common.registry.adapters import ADAPTERS_META_KEY, AdapterState
 from common.registry.card import ModelCard
 from common.registry.instances import (
+    CONTINUES_PENALTIES_META_KEY,
     SERVER_META_KEY,
     SERVER_MODEL_META_KEY,
     UNSUPPORTED_OPTIONS_META_KEY,
     Instance,
 )
 from common.registry.registry import Registry, follow
-from common.request.preprocessed import unsupported_options
+from common.request.preprocessed import PENALTY_PREFIX, unsupported_options
 from common.runtime.member_key import MemberKey
 from common.runtime.plugins import ENGINES
 from common.service.base import ServiceApp
@@ -402,7 +403,10 @@ def _options_meta(engine: EngineConfig) -> dict[str, str]:
     if engine.supported_fields is None:
         return {}
     unsupported = unsupported_options(engine.supported_fields)
-    return {UNSUPPORTED_OPTIONS_META_KEY: ",".join(sorted(unsupported))}
+    meta = {UNSUPPORTED_OPTIONS_META_KEY: ",".join(sorted(unsupported))}
+    if PENALTY_PREFIX in engine.supported_fields:
+        meta[CONTINUES_PENALTIES_META_KEY] = "1"
+    return meta
 
 
 def _server_meta(engine: EngineConfig) -> dict[str, str]:

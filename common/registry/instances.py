@@ -47,6 +47,8 @@ HEALTH_SERVICE_META_KEY = "health_service"
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 # In a worker's meta: the options of requests that its engine refuses, joined by commas; optional.
 UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
+# In a worker's meta: "1" if its engine counts output of another worker for penalties; optional.
+CONTINUES_PENALTIES_META_KEY = "continues_penalties"
 
 # In the meta of a worker for a server that runs already: its host:port, and the `model` that it
 # expects in bodies; optional. A gateway sends requests there.

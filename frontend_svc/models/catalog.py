@@ -28,7 +28,7 @@ from common.trials.trials import Trials
 from frontend_svc.models.adapters import find_adapters, holders, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
-from frontend_svc.models.engine_options import refused_options
+from frontend_svc.models.engine_options import continues_penalties, refused_options
 from frontend_svc.models.model_waits import ModelWaits
 from frontend_svc.models.model_watch import (
     Action,
@@ -136,6 +136,7 @@ class ModelCatalog:
         self._weighted_aliases: WeightedAliases = {}
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
+        self._continues_penalties: dict[str, bool] = {}
         self._pass_through: Sequence[Engine] = ()
         self._configured = frozenset(configured)
         self._request_names = self._configured
@@ -240,6 +241,13 @@ class ModelCatalog:
             refused = self._refused_options[name] = refused_options(self.workers(name))
         return refused
 
+    def continues_penalties(self, name: str) -> bool:
+        """Returns whether a response with penalties may continue on any other worker."""
+        found = self._continues_penalties.get(name)
+        if found is None:
+            found = self._continues_penalties[name] = continues_penalties(self.workers(name))
+        return found
+
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Also returns a
         model that was served recently and has no worker: its requests may wait for one. Raises the
@@ -324,6 +332,7 @@ class ModelCatalog:
         """
         self._snapshot = snapshot
         self._refused_options.clear()
+        self._continues_penalties.clear()
         for action in self._watch.follow(changes):
             self._execute(action, self._new_builds)
         self._evict_builds()

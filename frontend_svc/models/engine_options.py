@@ -7,7 +7,11 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from common.errors import Unsupported
-from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
+from common.registry.instances import (
+    CONTINUES_PENALTIES_META_KEY,
+    UNSUPPORTED_OPTIONS_META_KEY,
+    Instance,
+)
 from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
 
 LocalField = Literal[
@@ -24,6 +28,13 @@ def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
         for worker in workers
     ]
     return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def continues_penalties(workers: Iterable[Instance]) -> bool:
+    """Returns whether every worker counts the output of another one for penalties. A worker of an
+    earlier release does not, and would not refuse it."""
+    found = [worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1" for worker in workers]
+    return bool(found) and all(found)
 
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.request.preprocessed import PreprocessedRequest, RoutingHints, StopConditions
+from common.request.preprocessed import (
+    PreprocessedRequest,
+    RoutingHints,
+    SamplingOptions,
+    StopConditions,
+)
 from common.request.token_stream import LegChanges
 from frontend_svc.models.engine_options import LOCAL_FIELDS
 from frontend_svc.request.types import RequestPlan
@@ -34,14 +39,34 @@ def leg_changes(
             changes["routing"] = routing
     if generated:
         changes["token_ids"] = request.token_ids.extended(generated)
-        sampling = request.sampling_options
-        if (guided := sampling.guided_decoding) is not None:
-            guided = replace(guided, prefix_tokens=len(generated))
-            changes["sampling_options"] = replace(sampling, guided_decoding=guided)
+        if (sampling := _continued(request.sampling_options, len(generated))) is not None:
+            changes["sampling_options"] = sampling
         changes["prefill_result"] = changes["bootstrap_info"] = None
     if generated or is_prefill:
         changes["stop_conditions"] = _stop_conditions_left(request, len(generated), is_prefill)
     return changes
+
+
+def _continued(sampling: SamplingOptions, generated: int) -> SamplingOptions | None:
+    """Returns the options of a leg that continues after `generated` tokens; None: unchanged."""
+    guided = sampling.guided_decoding
+    has_penalties = any(_penalties(sampling).values())
+    if guided is None and not has_penalties:
+        return None
+    return replace(
+        sampling,
+        guided_decoding=None if guided is None else replace(guided, prefix_tokens=generated),
+        prefix_tokens=generated if has_penalties else None,
+    )
+
+
+def _penalties(sampling: SamplingOptions) -> dict[str, bool]:
+    """Returns by the name of each penalty whether it is in force."""
+    return {
+        "presence_penalty": bool(sampling.presence_penalty),
+        "frequency_penalty": bool(sampling.frequency_penalty),
+        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
+    }
 
 
 def _stop_conditions_left(
@@ -83,8 +108,8 @@ def migration_blockers(plan: RequestPlan) -> str:
     It cannot if prompt and generated tokens are not the whole state:
 
     - several choices or beams;
-    - penalties: they count output apart from the prompt, and no engine takes an output prefix for
-      them yet;
+    - penalties, which count output apart from the prompt, unless every worker of the model takes
+      output of another one as such;
     - custom logits processors, for their state;
     - prompt_embeds, a prompt that ids cannot extend;
     - log probabilities of the prompt, which the next worker would send again.
@@ -102,9 +127,7 @@ def migration_blockers(plan: RequestPlan) -> str:
         "n": sampling.n not in (None, 1),
         "best_of": sampling.best_of not in (None, 1),
         "use_beam_search": bool(sampling.use_beam_search),
-        "presence_penalty": bool(sampling.presence_penalty),
-        "frequency_penalty": bool(sampling.frequency_penalty),
-        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
+        **({} if plan.continues_penalties else _penalties(sampling)),
         "a custom logits processor": isinstance(extra, dict)
         and any("processor" in key for key in extra),
         "prompt_embeds": request.prompt_embeds is not None,

@@ -38,6 +38,9 @@ class RequestPlan:
     """Whether a started response may continue on another worker; `migration_blockers` may still
     forbid it."""
 
+    continues_penalties: bool = False
+    """Whether every worker of the model counts the output of another one for penalties."""
+
     attempts_max: int = 4
     """Attempts that may fail; those whose worker left as planned do not count."""
 

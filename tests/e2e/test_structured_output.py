@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 # A list long enough to lose its worker in the middle.
 LONG_LIST = {"type": "array", "items": {"type": "string"}, "minItems": 150, "maxItems": 150}
+# Penalties would lengthen free texts.
+COLOURS = LONG_LIST | {"items": {"enum": ["red", "green", "blue", "white", "black", "grey"]}}
 
 
 mesh = mesh_fixture(worker_flags=["--speedup=20"])
@@ -178,12 +180,18 @@ async def test_a_constraint_that_becomes_too_complex_is_an_error_that_names_it(
     assert raised.value.param == "guided_decoding"
 
 
-async def _text_with_a_killed_worker(mesh: Mesh, kind: str, prompt: str) -> str:
+PENALTIES = {
+    "presence_penalty": 1.0,
+    "frequency_penalty": 2.0,
+    "extra_body": {"repetition_penalty": 1.2},
+}
+
+
+async def _text_with_a_killed_worker(mesh: Mesh, kind: str, **fields: Any) -> str:
     """The text of a stream whose worker is killed in the middle."""
-    form, killed = schema_format(LONG_LIST), False
-    text = ""
+    killed, text = False, ""
     async with open_sdk_client(mesh) as client:
-        async for piece in stream(client, prompt, response_format=form):
+        async for piece in stream(client, "A list.", **fields):
             text += piece
             if not killed and text.count('",') >= 20:
                 killed = True
@@ -197,10 +205,22 @@ async def _text_with_a_killed_worker(mesh: Mesh, kind: str, prompt: str) -> str:
 async def test_a_constrained_response_is_the_same_after_its_worker_died(
     start: Callable[..., AbstractContextManager[Mesh]], shape: dict[str, int]
 ) -> None:
+    kind = "worker" if shape["workers"] else "decode"
+    form = {"response_format": schema_format(LONG_LIST)}
     with start(**shape, worker_flags=["--speedup=1"]) as mesh:
         async with open_sdk_client(mesh) as client:
-            whole = await respond(client, "A list.", response_format=schema_format(LONG_LIST))
-        kind = "worker" if shape["workers"] else "decode"
-        text = await _text_with_a_killed_worker(mesh, kind, "A list.")
-        assert text == whole
-        jsonschema.validate(json.loads(text), LONG_LIST)
+            whole = await respond(client, "A list.", **form)
+        assert await _text_with_a_killed_worker(mesh, kind, **form) == whole
+        jsonschema.validate(json.loads(whole), LONG_LIST)
+
+
+async def test_a_penalised_response_is_the_same_after_its_worker_died(
+    start: Callable[..., AbstractContextManager[Mesh]],
+) -> None:
+    form = {"response_format": schema_format(COLOURS)}
+    with start(workers=2, worker_flags=["--speedup=4"]) as mesh:
+        async with open_sdk_client(mesh) as client:
+            whole = await respond(client, "A list.", **form, **PENALTIES)
+            assert await respond(client, "A list.", **form) != whole, "penalties have an effect"
+        assert await _text_with_a_killed_worker(mesh, "worker", **form, **PENALTIES) == whole
+        jsonschema.validate(json.loads(whole), COLOURS)

@@ -23,6 +23,7 @@ from common.request.preprocessed import (
     StopConditions,
 )
 from common.request.token_stream import LegRequest
+from frontend_svc.request.leg_request import leg_changes
 from tests.sglang.sglang_workers import WAIT_S, greedy_request, until
 from worker_svc.engines.contract import (
     GenerateContext,
@@ -207,14 +208,6 @@ async def test_values_out_of_range_are_rejected_with_their_field(engine: SglangE
     [
         ({"sampling_options": SamplingOptions(n=2)}, "sampling_options.n"),
         ({"sampling_options": SamplingOptions(seed=7)}, "sampling_options.seed"),
-        (
-            {
-                "sampling_options": SamplingOptions(
-                    guided_decoding=GuidedDecoding(regex="a+", prefix_tokens=2)
-                )
-            },
-            "sampling_options.guided_decoding.prefix_tokens",
-        ),
         ({"routing": RoutingHints(lora_name="unknown")}, "routing.lora_name"),
         ({"extra_args": {"a": 1}}, "extra_args"),
     ],
@@ -226,6 +219,34 @@ async def test_unsupported_fields_are_rejected_by_name(
     assert isinstance(error, Unsupported)
     assert error.field is not None
     assert error.field.startswith(field)
+
+
+@pytest.mark.parametrize("guided", [None, GuidedDecoding(regex="([a-z]{1,9} ){60}")])
+async def test_output_of_another_worker_continues_exactly(
+    engine: SglangEngine, guided: GuidedDecoding | None
+) -> None:
+    penalties: Any = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    options = SamplingOptions(temperature=0, guided_decoding=guided, **penalties)
+    request = greedy_request(PROMPT, max_tokens=60, sampling_options=options)
+    whole = await tokens_of(engine, request)
+    assert whole != await tokens_of(
+        engine,
+        greedy_request(
+            PROMPT,
+            max_tokens=60,
+            sampling_options=SamplingOptions(temperature=0, guided_decoding=guided),
+        ),
+    ), "penalties have an effect"
+    for count in (1, 17, 40):
+        continued = leg_changes(request, whole[:count])
+        assert await tokens_of(engine, replace(request, **continued)) == whole[count:]
+
+
+async def test_a_prefix_that_a_constraint_does_not_allow_is_refused(engine: SglangEngine) -> None:
+    guided = GuidedDecoding(regex="[0-9]{8}", prefix_tokens=4)
+    options = SamplingOptions(guided_decoding=guided)
+    error = await refusal(engine, greedy_request(PROMPT, sampling_options=options))
+    assert "does not allow the tokens so far" in error.message
 
 
 async def test_a_probe_gets_one_token(engine: SglangEngine) -> None:

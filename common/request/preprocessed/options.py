@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.errors import InvalidRequest
 from common.request.preprocessed.codecs import I32, I64, SKIP, U32, JsonValue, no_op
+
+PENALTY_PREFIX: Final = "sampling_options.prefix_tokens"
+"""The field by which penalties count the output of another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,10 @@ class GuidedDecoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is chosen; None selects the engine's default."""
+    """How the next token is chosen; None selects the engine's default.
+
+    prefix_tokens: the last this many tokens of the prompt are output, which penalties count.
+    """
 
     n: U32 | None = field(default=None, metadata=no_op(1))
     best_of: U32 | None = field(default=None, metadata=no_op(1))
@@ -72,6 +79,7 @@ class SamplingOptions:
     seed: I64 | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=SKIP)
     guided_decoding: GuidedDecoding | None = None
+    prefix_tokens: U32 | None = field(default=None, metadata=no_op(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,10 @@ def read_properties(
         dp_size=resolved["dp_size"],
         is_deterministic=bool(resolved["enable_deterministic_inference"]),
         pooling=pooling_of(model),
+        continues_constraints=not resolved.get("speculative_algorithm"),
+        # Otherwise SGLang counts each token a step late, and the last one of the prompt.
+        continues_penalties=bool(resolved.get("disable_overlap_schedule"))
+        and not resolved.get("speculative_algorithm"),
     )
 
 

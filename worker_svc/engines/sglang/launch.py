@@ -20,6 +20,7 @@ import structlog
 from common.errors import Unavailable
 from common.runtime.free_ports import free_ports
 from worker_svc.engines.sglang.config import SglangConfig
+from worker_svc.engines.sglang.continuation import run_scheduler
 from worker_svc.engines.sglang.sampling import MinTokens
 from worker_svc.engines.sglang.server_args import server_arguments
 from worker_svc.kv_events.zmq_reader import KvEventEndpoints
@@ -64,7 +65,13 @@ def launch_engine(config: SglangConfig) -> Launched:
             adapter_arguments=_adapter_arguments(config, port, endpoints),
         )
         _set_environment(config)
-        return Launched(Engine(**arguments), endpoints, min_tokens_processor)
+
+        class ContinuingEngine(Engine):  # type: ignore[misc]
+            """An engine whose requests may continue output of other workers."""
+
+            run_scheduler_process_func = staticmethod(run_scheduler)
+
+        return Launched(ContinuingEngine(**arguments), endpoints, min_tokens_processor)
 
 
 def _adapter_arguments(

@@ -5,8 +5,10 @@ Written for SGLang 0.5.23 driven by token ids; its tokenizer serves guided decod
 
 - stop strings and other options of the text are rejected; `min_tokens`, for which SGLang needs a
   tokenizer, is enforced by `MinTokens`, a logit processor that excludes the stop tokens until then;
-- guided decoding goes to SGLang's grammar backend; a constraint cannot continue after output of
-  another worker (`prefix_tokens`), and one that is only a hint (`best_effort`) is not used;
+- guided decoding goes to SGLang's grammar backend; a constraint that is only a hint (`best_effort`)
+  is not used;
+- constraints and penalties continue after output of another worker (`continuation.py`) where SGLang
+  runs the scheduler that takes them so;
 - `seed` is rejected unless sampling is greedy or SGLang runs with deterministic inference: SGLang's
   sampling seed alone does not make output repeatable;
 - images go to Gemma 3 only (`media.py`);
@@ -50,6 +52,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.sglang.continuation import GRAMMAR_PREFIX, PENALTY_PREFIX
 from worker_svc.engines.sglang.media import ImageModel, Images, read_images
 from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, StopToken, stop_tokens_of
 
@@ -81,6 +84,7 @@ SUPPORTED_FIELDS: Final = frozenset(
         *(f"sampling_options.guided_decoding.{name}" for name in ("grammar", "structural_tag")),
     }
 )
+_PREFIX: Final = "prefix_tokens"
 _HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 _NO_POOLING: Final = {
     "embedding": 'the model computes embeddings only with engine_args {"is_embedding": true}',
@@ -116,6 +120,12 @@ class EngineProperties:
 
     images: ImageModel | None = None
     """How the model takes images; None: it takes none."""
+
+    continues_constraints: bool = False
+    """Whether a constraint may begin after output in the prompt."""
+
+    continues_penalties: bool = False
+    """Whether penalties may count output in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ def build_sglang_request(
     bootstrap = _bootstrap(request, properties)
     if bootstrap is not None:
         arguments |= asdict(bootstrap)
-    needs_min_tokens = "custom_params" in arguments["sampling_params"]
+    needs_min_tokens = "min_tokens" in arguments["sampling_params"].get("custom_params", {})
     images = read_images(request, properties.images)
     return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap, images)
 
@@ -188,14 +198,23 @@ def build_pooling_arguments(
 
 def supported_fields(properties: EngineProperties) -> frozenset[str]:
     """Returns the fields that every request may have."""
-    media = {"multi_modal_data"} if properties.images else set()
     refused = set() if properties.is_deterministic else {"sampling_options.seed"}
-    return SUPPORTED_FIELDS - refused | media
+    return _fields_with_value(properties) - refused
+
+
+def _fields_with_value(properties: EngineProperties) -> frozenset[str]:
+    """Returns the fields that requests may have, some of them with certain values only."""
+    further = {
+        # `read_images` names the parts that the model does not take.
+        "multi_modal_data": properties.images is not None,
+        f"sampling_options.guided_decoding.{_PREFIX}": properties.continues_constraints,
+        f"sampling_options.{_PREFIX}": properties.continues_penalties,
+    }
+    return SUPPORTED_FIELDS | {name for name, is_supported in further.items() if is_supported}
 
 
 def _check_supported(request: PreprocessedRequest, properties: EngineProperties) -> None:
-    # `read_images` names the parts that the model does not take.
-    supported = SUPPORTED_FIELDS | ({"multi_modal_data"} if properties.images else set())
+    supported = _fields_with_value(properties)
     if properties.role != "aggregated" or request.is_probe:
         supported |= _HANDOFF_FIELDS
     unsupported = unsupported_fields(request, supported)
@@ -275,9 +294,27 @@ def _sampling(
         sampling["ignore_eos"] = True
     elif stop_tokens:
         sampling["stop_token_ids"] = sorted(stop_tokens)
+    parameters = _prefixes(request)
     if stop.min_tokens and stop_tokens:
-        sampling["custom_params"] = {"min_tokens": stop.min_tokens, "stop_ids": sorted(stop_tokens)}
+        parameters |= {"min_tokens": stop.min_tokens, "stop_ids": sorted(stop_tokens)}
+    if parameters:
+        sampling["custom_params"] = parameters
     return sampling
+
+
+def _prefixes(request: PreprocessedRequest) -> dict[str, Any]:
+    """Returns how many tokens of the prompt are output, for `continuation.py`. Raises
+    InvalidRequest if these are more than it has."""
+    options, tokens = request.sampling_options, len(request.token_ids)
+    guided = options.guided_decoding
+    counts = {
+        PENALTY_PREFIX: options.prefix_tokens,
+        GRAMMAR_PREFIX: None if guided is None or guided.best_effort else guided.prefix_tokens,
+    }
+    if max((count or 0 for count in counts.values()), default=0) > tokens:
+        text = f"{_PREFIX} is above the {tokens} tokens of the prompt"
+        raise InvalidRequest(text, f"sampling_options.{_PREFIX}")
+    return {name: count for name, count in counts.items() if count}
 
 
 def _grammar(guided: GuidedDecoding) -> dict[str, str]:

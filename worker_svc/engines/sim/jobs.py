@@ -39,7 +39,7 @@ SUPPORTED_FIELDS: Final = frozenset(
         *("output_options.logprobs", "output_options.prompt_logprobs"),
         *(f"sampling_options.{name}_penalty" for name in ("presence", "frequency", "repetition")),
         *(f"sampling_options.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
-        *(f"sampling_options.{name}" for name in ("seed", "logit_bias")),
+        *(f"sampling_options.{name}" for name in ("seed", "logit_bias", "prefix_tokens")),
         *(f"sampling_options.guided_decoding.{name}" for name in ("json", "regex", "choice")),
         *(f"sampling_options.guided_decoding.{name}" for name in ("grammar", "structural_tag")),
         "sampling_options.guided_decoding.whitespace_pattern",
@@ -163,6 +163,9 @@ class JobBuilder:
         if options.logit_bias and (largest := max(options.logit_bias)) >= self.vocab_size:
             message = f"token {largest} is not in the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "sampling_options.logit_bias")
+        if (options.prefix_tokens or 0) > len(request.token_ids):
+            message = f"prefix_tokens is above the {len(request.token_ids)} tokens of the prompt"
+            raise InvalidRequest(message, "sampling_options.prefix_tokens")
         return LogitChanges.of(options, request.token_ids.array)
 
     @property

@@ -110,19 +110,23 @@ class LogitChanges:
 
     @staticmethod
     def of(options: SamplingOptions, prompt: Sequence[int] | NDArray[Any]) -> LogitChanges | None:
-        """Returns the changes of a request; None if it makes none."""
+        """Returns the changes of a request; None if it makes none. The last `prefix_tokens` of the
+        prompt count as output."""
         repetition = options.repetition_penalty or 1.0
         frequency, presence = options.frequency_penalty or 0.0, options.presence_penalty or 0.0
         bias: Mapping[int, float] = options.logit_bias
         if not bias and (repetition, frequency, presence) == (1.0, 0.0, 0.0):
             return None
+        ids = np.asarray(prompt, dtype=np.int64)
+        prompt_tokens = len(ids) - (options.prefix_tokens or 0)
         return LogitChanges(
             repetition,
             frequency,
             presence,
             np.array(list(bias.keys()), dtype=np.int64),
             np.array(list(bias.values()), dtype=np.float64),
-            np.unique(np.asarray(prompt, dtype=np.int64)),
+            np.unique(ids[:prompt_tokens]),
+            Counter(ids[prompt_tokens:].tolist()),
         )
 
     def apply(self, logits: Logits) -> Logits:

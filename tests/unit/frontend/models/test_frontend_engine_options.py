@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import Unsupported
 from common.registry.card import ModelCard
-from common.registry.instances import UNSUPPORTED_OPTIONS_META_KEY, Instance
+from common.registry.instances import (
+    CONTINUES_PENALTIES_META_KEY,
+    UNSUPPORTED_OPTIONS_META_KEY,
+    Instance,
+)
 from common.request.preprocessed import (
     GuidedDecoding,
     PreprocessedRequest,
@@ -15,7 +21,11 @@ from common.request.preprocessed import (
     unsupported_options,
 )
 from frontend_svc.models.aliases import find_aliases
-from frontend_svc.models.engine_options import check_options, refused_options
+from frontend_svc.models.engine_options import (
+    check_options,
+    continues_penalties,
+    refused_options,
+)
 
 SEED, REGEX = "sampling_options.seed", "sampling_options.guided_decoding.regex"
 
@@ -65,3 +75,10 @@ def test_a_supported_field_includes_the_fields_below_it() -> None:
 def test_an_alias_belongs_to_the_model_that_sorts_first_unless_the_name_is_taken() -> None:
     cards = [ModelCard(name, aliases=("x", name + "1", "taken")) for name in ("b", "a")]
     assert find_aliases(cards, {"a", "b", "taken"}) == {"x": "a", "a1": "a", "b1": "b"}
+
+
+def test_penalties_continue_only_if_every_worker_states_it() -> None:
+    able = replace(worker(SEED), meta={CONTINUES_PENALTIES_META_KEY: "1"})
+    assert continues_penalties([able, able])
+    assert not continues_penalties([able, worker(SEED)])
+    assert not continues_penalties([])

@@ -49,7 +49,7 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE, http_error
 from frontend_svc.request.leg import Leg
-from frontend_svc.request.leg_request import migration_blockers
+from frontend_svc.request.leg_request import leg_changes, migration_blockers
 from frontend_svc.request.machine import USAGE_WAIT_S, RequestMachine
 from frontend_svc.request.retry_policy import ALL_EXCLUDED, NO_ROUTER
 from frontend_svc.request.types import PassThroughPayload, RequestOutcome, RequestPlan
@@ -799,6 +799,18 @@ def test_a_response_with_state_outside_its_tokens_cannot_migrate(sampling: dict[
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
     (named,) = sampling
     assert migration_blockers(replace(plan(), request=one)) == named
+
+
+PENALTIES = SamplingOptions(presence_penalty=0.1, frequency_penalty=-0.1, repetition_penalty=1.1)
+
+
+def test_penalties_migrate_where_every_worker_counts_the_output_of_others() -> None:
+    one = replace(plan().request, sampling_options=PENALTIES)
+    assert migration_blockers(replace(plan(), request=one, continues_penalties=True)) == ""
+    changes = leg_changes(one, [7, 8])
+    assert changes["sampling_options"] == replace(PENALTIES, prefix_tokens=2)
+    assert "sampling_options" not in leg_changes(one)
+    assert "sampling_options" not in leg_changes(plan().request, [7, 8])
 
 
 def test_a_prompt_of_embeddings_cannot_migrate() -> None:

@@ -37,6 +37,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.sglang.continuation import GRAMMAR_PREFIX, PENALTY_PREFIX
 from worker_svc.engines.sglang.load import count_waiting_for_pages, to_load
 from worker_svc.engines.sglang.sampling import (
     LOGPROB_MIN,
@@ -317,6 +318,25 @@ def test_a_rejection_by_sglang_names_the_request_field() -> None:
         == "sampling_options.top_p"
     )
     assert to_invalid_request(ValueError("something else")).field is None
+
+
+def test_output_of_another_worker_travels_as_parameters_of_the_scheduler() -> None:
+    able = replace(FACTS, continues_constraints=True, continues_penalties=True)
+    guided = GuidedDecoding(regex="a+", prefix_tokens=2)
+    options = SamplingOptions(guided_decoding=guided, presence_penalty=0.5, prefix_tokens=3)
+    built = build_sglang_request(asked(sampling_options=options), able)
+    assert built.arguments["sampling_params"]["custom_params"] == {
+        GRAMMAR_PREFIX: 2,
+        PENALTY_PREFIX: 3,
+    }
+    assert not built.needs_min_tokens
+    names = {f"sampling_options.{one}prefix_tokens" for one in ("", "guided_decoding.")}
+    assert names <= supported_fields(able)
+    assert not names & supported_fields(FACTS)
+    with pytest.raises(InvalidRequest, match="above the 3 tokens"):
+        build_sglang_request(asked(sampling_options=replace(options, prefix_tokens=4)), able)
+    with pytest.raises(Unsupported, match="SGLang"):
+        build_sglang_request(asked(sampling_options=options), FACTS)
 
 
 def test_stop_tokens_are_excluded_until_min_tokens() -> None:
