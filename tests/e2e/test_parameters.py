@@ -366,11 +366,12 @@ def test_the_examples_of_the_document_are_served(mesh: Mesh) -> None:
         f"{mesh.url}/v1/files", data={"purpose": "batch"}, files={"file": b"{}"}
     )
     bodies["/v1/batches"]["input_file_id"] = upload.json()["id"]
+    conversation = mesh.http.post(f"{mesh.url}/v1/conversations").json()["id"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/messages"} <= bodies.keys()
     for path, body in bodies.items():
         if path.endswith(("/rerank", "/score")):
             body["model"] = "ranker"
-        response = mesh.http.post(f"{mesh.url}{path}", json=body)
+        response = mesh.http.post(f"{mesh.url}{path.format(id=conversation)}", json=body)
         assert response.status_code == 200, (path, response.text)
     for path in document["paths"].keys() - bodies.keys():
         if "{" not in path and "get" in document["paths"][path]:
