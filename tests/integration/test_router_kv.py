@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import InvalidRequest, Unavailable
-from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, Source
+from common.kv.events import EventBatch, EventKind, Hashes, KvEvent, Partition, Source, Tier
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance
 from common.request.placement import Placement
@@ -137,9 +137,11 @@ def trusted(worker_id: int, state: str = "exact") -> indexer_pb2.SubscribeRespon
     )
 
 
-def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
+def stores(
+    worker_id: int, hashes: Hashes, tier: Tier = Tier.DEVICE
+) -> indexer_pb2.SubscribeResponse:
     source = Source(worker_id)
-    batch = EventBatch(source, 0, 1, [KvEvent(EventKind.STORED, hashes)])
+    batch = EventBatch(source, 0, 1, [KvEvent(EventKind.STORED, hashes, tier)])
     return indexer_pb2.SubscribeResponse(
         source=source_to_proto(source), batch=batch_to_proto(batch)
     )
@@ -158,6 +160,24 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: LocalRoute
         assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
         (booking,) = (await bed.unary("Dump", pb.DumpRequest())).bookings
         assert (booking.prefill_tokens, booking.decode_blocks) == (2 * B, 10)
+
+
+async def test_blocks_in_host_memory_count_for_a_decision_less_than_those_on_the_device(
+    bed: LocalRouter,
+) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), worker(3), fake.instance)
+        fake.publish(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8], Tier.HOST))
+        fake.publish(stores(3, hashes[:5]))
+        await until(lambda: depth(bed, 3, hashes) == 5, "the replica has all blocks")
+        explained = await explain(bed, query(prompt))
+        credited = {
+            row.worker.worker_id: row.terms["overlap_credit"] for row in explained.candidates
+        }
+        assert credited == {1: 0, 2: 0.75 * 8, 3: 5}
+        assert (await place(bed, 1, query(prompt))).decision.worker.worker_id == 2
 
 
 @pytest.mark.row("S1-67", "S1-72")
