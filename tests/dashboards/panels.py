@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -37,6 +38,7 @@ FRONTEND_FLAGS = ("--trust-traceparent", "--canary-interval-s=1")
 # Of a tenant, so that requests are refused.
 LIMITED = {"small": ("--requests-per-s=2",)}
 TENANTS = ("acme", "small")
+BATCH_LINES = 2000
 # What the load must have caused; else the panels show a mesh without faults.
 CAUSED = {
     "handoffs": 'kvmesh_worker_engine_total{name="rooms_handed_over"}',
@@ -81,10 +83,12 @@ def loaded_mesh(folder: Path, keys: Keys) -> Iterator[Mesh]:
         routers=2,
         indexers=1,
         frontends=0,
+        batches=1,
         named=True,
         worker_flags=WORKER_FLAGS,
         router_flags=ROUTER_FLAGS,
         indexer_flags=[METRICS],
+        batch_flags=[METRICS],
     ) as mesh:
         mesh.http.headers["authorization"] = f"Bearer {keys.operator}"
         trace = f"--request-trace={folder / 'trace.jsonl'}"
@@ -105,6 +109,7 @@ def check_panels(folder: Path, report: Report) -> None:
             folder / "prometheus", url, keys.operator, rules_document()
         ) as prometheus:
             wait_for(lambda: len(prometheus.targets()) == len(mesh.services), "all are scraped")
+            _create_batch(mesh, keys.by_tenant["acme"])
             load = Load(mesh.url, keys.by_tenant, CLIENTS, LOAD_S)
             asyncio.run(_run_load(mesh, load))
             report.note("statuses", dict(sorted(load.statuses.items())))
@@ -117,6 +122,26 @@ def check_panels(folder: Path, report: Report) -> None:
             _check_queries(prometheus, load, report)
             _check_variables(prometheus, report)
             _check_reference(prometheus, report)
+
+
+def _create_batch(mesh: Mesh, key: str) -> None:
+    """Creates a batch whose lines the mesh runs beside the load."""
+    body = {"model": MODEL, "prompt": "a line", "max_tokens": 4}
+    request = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(n), **request}) for n in range(BATCH_LINES)]
+    headers = {"authorization": f"Bearer {key}"}
+    file = mesh.http.post(
+        f"{mesh.url}/v1/files",
+        headers=headers,
+        data={"purpose": "batch"},
+        files={"file": ("lines.jsonl", "\n".join(lines))},
+    )
+    batch = {
+        "input_file_id": file.raise_for_status().json()["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    mesh.http.post(f"{mesh.url}/v1/batches", headers=headers, json=batch).raise_for_status()
 
 
 async def _run_load(mesh: Mesh, load: Load) -> None:
@@ -167,7 +192,7 @@ def _check_variables(prometheus: Prometheus, report: Report) -> None:
     models = prometheus.label_values("model", "kvmesh_frontend_model_workers")
     report.check("variable model", MODEL in models, f"values {models}")
     roles = prometheus.label_values("role", "kvmesh_instance_info")
-    expected = {"frontend", "router", "indexer", "prefill", "decode"}
+    expected = {"frontend", "router", "indexer", "batch", "prefill", "decode"}
     report.check("variable role", roles == expected, f"values {roles}")
     names = prometheus.label_values("instance", 'kvmesh_instance_info{role=~"prefill"}')
     report.check("variable instance", names == {"prefill-1", "prefill-2"}, f"values {names}")
