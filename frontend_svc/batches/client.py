@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import structlog
 
-from common.errors import MeshError, Unavailable
+from common.errors import MeshError, Unavailable, Unimplemented
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.status import has_no_response, map_rpc_errors
@@ -31,9 +31,11 @@ READS: Final = frozenset(
         *("GetConversation", "ListItems", "GetItem", "ReadConversation"),
     }
 )
-# Reasons of an Unavailable: no service is registered; one is, and gives no response.
+# Reasons of an Unavailable: no service is registered; one is, and gives no response; each is of an
+# older version, without the method.
 NO_BATCH_SERVICE: Final = "NO_BATCH_SERVICE"
 BATCH_SERVICE_SILENT: Final = "BATCH_SERVICE_SILENT"
+BATCH_SERVICE_OLD: Final = "BATCH_SERVICE_OLD"
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +52,8 @@ class _Service:
 
 class BatchClient:
     """The batch services, of which any has all files and batches of its database. A read that has
-    no response from one of them is sent to the next one."""
+    no response from one of them is sent to the next one, and so is any call of a method that one
+    does not have."""
 
     def __init__(self, members: Members, security: rpc.Security) -> None:
         self._members = members
@@ -71,15 +74,18 @@ class BatchClient:
         """Returns the response of a unary method. Raises MeshError."""
         services = await self._services()
         lost: MeshError | None = None
-        for service in services if name in READS else services[:1]:
+        for service in services:
             if self._opened.get(service.instance_id) is not service:
                 continue  # It has left meanwhile.
             try:
                 with _calling(service):
                     method = service.stub.method(name)
                     return await rpc.unary(method, request, timeout_s=CALL_TIMEOUT_S)
+            except Unimplemented:
+                text = f"the batch service is of an older version, without {name}"
+                lost = Unavailable(text, RETRY_AFTER_S, reason=BATCH_SERVICE_OLD)
             except Unavailable as error:
-                if error.reason != BATCH_SERVICE_SILENT:
+                if error.reason != BATCH_SERVICE_SILENT or name not in READS:
                     raise
                 lost = error
         assert lost is not None, "the first service has not left"

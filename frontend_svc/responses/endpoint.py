@@ -131,27 +131,29 @@ class ResponsesApi:
         - earlier: the conversation before the input.
         """
         found: dict[int, Item] = {}
-        responses: dict[str, StoredResponse] = {}
+        items_of: dict[str, Mapping[str, bytes]] = {}
         wanted = references(request)
         if not wanted:
             return found
-        known = {orjson.loads(item).get("id"): item for item in earlier}
+        known = _items_by_id(earlier)
         for index, item_id in wanted.items():
             field = f"input[{index}].id"
             if item_id in known:
                 (found[index],) = read_items([known[item_id]])
                 continue
             of_response = response_of_item(item_id) or item_id
-            if of_response not in responses:
-                responses[of_response] = await self._get(
-                    of_response, tenant, field, INVALID_VALUE, turn
+            if of_response not in items_of:
+                response = await self._get(of_response, tenant, field, INVALID_VALUE, turn)
+                items_of[of_response] = await off_loop(
+                    len(response.response) + sum(map(len, response.input_items)),
+                    _items_of,
+                    response,
                 )
-            items = map(orjson.loads, _conversation(responses[of_response]))
-            raw = [orjson.dumps(item) for item in items if item["id"] == item_id]
-            if not raw:
+            raw = items_of[of_response].get(item_id)
+            if raw is None:
                 text = f"Invalid '{field}': there is no stored item {item_id!r}."
                 raise InvalidRequest(text, field, reason=INVALID_VALUE)
-            (found[index],) = read_items(raw)
+            (found[index],) = read_items([raw])
         return found
 
     async def _get(
@@ -179,6 +181,15 @@ def _conversation(stored: StoredResponse) -> tuple[bytes, ...]:
     """Returns the items of a stored response, with its output."""
     output = orjson.loads(stored.response)["output"]
     return (*stored.input_items, *map(compact_json, output))
+
+
+def _items_of(stored: StoredResponse) -> Mapping[str, bytes]:
+    """Returns the same by their ids."""
+    return _items_by_id(_conversation(stored))
+
+
+def _items_by_id(items: Iterable[bytes]) -> Mapping[str, bytes]:
+    return {orjson.loads(item).get("id"): item for item in items}
 
 
 class InputTokensEndpoint(PostEndpoint[ChatRequest]):

@@ -25,6 +25,9 @@ from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
 
 SERVICE_NAME = "kvmesh.frontend.v1.ResponseStoreService"
 PEER_TIMEOUT_S = 5.0
+RESPONSE_TOO_LARGE = "RESPONSE_TOO_LARGE"
+"""The reason of the batch service."""
+
 _FIELD = "response_id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -108,6 +111,7 @@ class StoredResponses:
 
         - only_appends: the response itself is not stored.
         """
+        has_appended = False
         if is_durable(response_id) and self._durable is not None:
             try:
                 has_appended = await self._durable.put(
@@ -117,10 +121,23 @@ class StoredResponses:
             except MeshError as error:
                 self.not_durable += 1
                 LOG.warning("response_not_durable", response=response_id, error=error.message)
+                if error.reason == RESPONSE_TOO_LARGE and append.conversation_id:
+                    # The conversation is stored apart, with a limit of its own.
+                    has_appended = await self._append(self._durable, response_id, stored, append)
         if only_appends or self._store is None:
-            return PutResult(False, False)
+            return PutResult(False, has_appended)
         self._store.put(response_id, stored, self._clock())
-        return PutResult(True, False)
+        return PutResult(True, has_appended)
+
+    async def _append(
+        self, durable: DurableResponses, response_id: str, stored: StoredResponse, append: Append
+    ) -> bool:
+        """Appends the items of a response to its conversation; returns whether it has them."""
+        try:
+            return await durable.put(response_id, stored, append, only_appends=True)
+        except MeshError as error:
+            LOG.warning("response_not_appended", response=response_id, error=error.message)
+            return False
 
     def get_own(self, response_id: str, tenant: str = "") -> StoredResponse:
         """Returns a tenant's response in the memory of this frontend. Raises NotFound."""
@@ -152,17 +169,23 @@ class StoredResponses:
                 raise error from None
 
     async def delete(self, response_id: str, tenant: str = "") -> None:
-        """Removes a response. Raises as `get`."""
+        """Removes a response, also one that is both in the batch service and in memory: its write
+        may have had no response in time. Raises as `get`."""
         if not is_durable(response_id) or self._durable is None:
             await self._delete_kept(response_id, tenant)
             return
+        error: MeshError | None = None
         try:
             await self._durable.delete(response_id, tenant)
-        except (NotFound, Unavailable) as error:
-            try:
-                await self._delete_kept(response_id, tenant)
-            except (NotFound, Unavailable):
+        except (NotFound, Unavailable) as failure:
+            error = failure
+        try:
+            await self._delete_kept(response_id, tenant)
+        except (NotFound, Unavailable):
+            if error is not None:
                 raise error from None
+        if isinstance(error, Unavailable):
+            raise error
 
     async def start(
         self,

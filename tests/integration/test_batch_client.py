@@ -13,9 +13,14 @@ from common.errors import Conflict, InvalidRequest, Unavailable
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.rpc.interceptors import RunningCalls
-from frontend_svc.batches.client import BATCH_SERVICE_SILENT, NO_BATCH_SERVICE, BatchClient
+from frontend_svc.batches.client import (
+    BATCH_SERVICE_OLD,
+    BATCH_SERVICE_SILENT,
+    NO_BATCH_SERVICE,
+    BatchClient,
+)
 from frontend_svc.members import Members
-from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc
+from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc, responses_pb2
 from tests.kit.instances import snapshot_of
 
 LIST = batch_pb2.ListBatchesRequest(limit=1)
@@ -112,6 +117,22 @@ async def test_without_a_service_the_error_says_so() -> None:
         with pytest.raises(Unavailable) as caught:
             await client.call("ListBatches", LIST)
     assert caught.value.reason == NO_BATCH_SERVICE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GetStoredResponse", responses_pb2.GetStoredResponseRequest()),
+        ("PutResponse", responses_pb2.PutResponseRequest()),
+    ],
+)
+async def test_a_service_of_an_older_version_is_one_that_is_not_there(
+    live: Instance, name: str, message: Any
+) -> None:
+    async with client_of(live) as client:
+        with pytest.raises(Unavailable, match="older version") as caught:
+            await client.call(name, message)
+    assert caught.value.reason == BATCH_SERVICE_OLD
 
 
 async def test_reads_of_a_dead_service_are_sent_to_another_one(
