@@ -32,6 +32,8 @@ from frontend_svc.tools.reasoning import (
 
 # Texts above this length are encoded in a thread: they could block the event loop for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
+# So would more pairs of texts: each costs some time, however short it is.
+PAIRS_INLINE_MAX = 32
 # Of tokenizers in use: U+FDFA has 18 characters in the forms of compatibility, of up to four bytes.
 EXPANSION_USUAL = 72
 # Texts may grow more in other tokenizers, up to this length: 10 s in a thread, 1 GB.
@@ -156,22 +158,28 @@ class ServedModel:
         self, pairs: Sequence[tuple[str, str]], second_max: int | None = None
     ) -> list[list[int]]:
         """Returns the token ids of pairs of texts, joined as the tokenizer joins them; together
-        long ones are encoded in a thread. second_max: the second texts are cut behind so many
-        tokens; None: not."""
+        long ones, and many, are encoded in a thread. second_max: the second texts are cut behind
+        so many tokens; None: not."""
+        chars = sum(len(first) + len(second) for first, second in pairs)
+        if self._encodes_inline(chars) and len(pairs) <= PAIRS_INLINE_MAX:
+            return self._encode_pairs(pairs, second_max)
+        return await asyncio.to_thread(self._encode_pairs, pairs, second_max)
 
-        def encode_all() -> list[list[int]]:
-            cut = [(first, self._first_tokens(second, second_max)) for first, second in pairs]
-            return [self.tokenizer.encode(first, second).ids for first, second in cut]
-
-        if self._encodes_inline(sum(len(first) + len(second) for first, second in pairs)):
-            return encode_all()
-        return await asyncio.to_thread(encode_all)
+    def _encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], second_max: int | None
+    ) -> list[list[int]]:
+        """Encodes pairs one by one, which bounds the memory, and without the GIL, which `encode` of
+        the tokenizer holds."""
+        encode = self.tokenizer.encode_batch_fast
+        cut = ((first, self._first_tokens(second, second_max)) for first, second in pairs)
+        return [encode([pair])[0].ids for pair in cut]
 
     def _first_tokens(self, text: str, count: int | None) -> str:
         """Returns the text of the first `count` tokens of a text; None: all of it."""
         if count is None:
             return text
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        # Unlike `encode_batch_fast`, it returns offsets.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         return text[: encoding.offsets[count - 1][1]] if len(encoding.ids) > count else text
 
     async def encode_prompt(self, prompt: Prompt) -> list[int]:

@@ -47,9 +47,9 @@ class ScoreApi(Generic[R]):
         if limit is None:
             counts = [model.token_count_min(*pair) for pair in pairs]
             check_lengths(request, counts, context_length)
-        prompts = list(map(TokenIds.of, await model.encode_pairs(pairs, limit)))
-        check_lengths(request, list(map(len, prompts)), context_length)
-        return prompts
+        token_lists = await model.encode_pairs(pairs, limit)
+        check_lengths(request, list(map(len, token_lists)), context_length)
+        return list(map(TokenIds.of, token_lists))
 
     def response(self, request: R, count: int, head: ResponseHead) -> ScoreResponse:
         return ScoreResponse(
