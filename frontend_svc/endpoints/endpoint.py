@@ -275,7 +275,7 @@ class PostEndpoint(ABC, Generic[P]):
             request_id=f"{context.request_id}-{choice}" if choice else context.request_id,
             request=request,
             deadline=context.arrived_at + self._config.request_timeout_s,
-            continues_penalties=self._models.continues_penalties(request.model),
+            continues_penalties=partial(self._models.continues_penalties, request.model),
             attempts_max=self._config.attempts_max,
             accept_timeout_s=self._config.accept_timeout_s,
             traceparent=context.span.traceparent,

@@ -136,7 +136,7 @@ class ModelCatalog:
         self._weighted_aliases: WeightedAliases = {}
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
-        self._continues_penalties: dict[str, bool] = {}
+        self._continues_penalties: dict[str, dict[int, bool]] = {}
         self._pass_through: Sequence[Engine] = ()
         self._configured = frozenset(configured)
         self._request_names = self._configured
@@ -241,12 +241,15 @@ class ModelCatalog:
             refused = self._refused_options[name] = refused_options(self.workers(name))
         return refused
 
-    def continues_penalties(self, name: str) -> bool:
-        """Returns whether a response with penalties may continue on any other worker."""
+    def continues_penalties(self, name: str, worker_id: int | None) -> bool:
+        """Returns whether a response with penalties may continue on a worker; None: on any of
+        them. On no unknown one."""
         found = self._continues_penalties.get(name)
         if found is None:
             found = self._continues_penalties[name] = continues_penalties(self.workers(name))
-        return found
+        if worker_id is not None:
+            return found.get(worker_id, False)
+        return bool(found) and all(found.values())
 
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Also returns a

@@ -30,11 +30,10 @@ def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
-def continues_penalties(workers: Iterable[Instance]) -> bool:
-    """Returns whether every worker counts the output of another one for penalties. A worker of an
-    earlier release does not, and would not refuse it."""
-    found = [worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1" for worker in workers]
-    return bool(found) and all(found)
+def continues_penalties(workers: Iterable[Instance]) -> dict[int, bool]:
+    """Returns by the id of each worker whether it counts the output of another one for penalties. A
+    worker of an earlier release does not, and would not refuse it."""
+    return {worker.id: worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1" for worker in workers}
 
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from common.request.placement import Decision
 from common.request.preprocessed import (
     PreprocessedRequest,
     RoutingHints,
@@ -102,6 +103,14 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
     return None if hints == RoutingHints() else hints
 
 
+def placement_blockers(plan: RequestPlan, placed: Decision) -> str:
+    """Returns why a started response cannot continue on the workers that a router chose, "" if it
+    can: they may have joined after the router was asked."""
+    chosen = [one.worker_id for one in (placed.prefill, placed.worker) if one is not None]
+    blockers = [_penalty_blockers(plan, worker_id) for worker_id in chosen]
+    return _names(dict(part for found in blockers for part in found.items()))
+
+
 def migration_blockers(plan: RequestPlan) -> str:
     """Returns why a started response cannot continue on another worker, "" if it can.
 
@@ -127,10 +136,23 @@ def migration_blockers(plan: RequestPlan) -> str:
         "n": sampling.n not in (None, 1),
         "best_of": sampling.best_of not in (None, 1),
         "use_beam_search": bool(sampling.use_beam_search),
-        **({} if plan.continues_penalties else _penalties(sampling)),
+        **_penalty_blockers(plan, None),
         "a custom logits processor": isinstance(extra, dict)
         and any("processor" in key for key in extra),
         "prompt_embeds": request.prompt_embeds is not None,
         "prompt_logprobs": request.output_options.prompt_logprobs is not None,
     }
+    return _names(blockers)
+
+
+def _penalty_blockers(plan: RequestPlan, worker_id: int | None) -> dict[str, bool]:
+    """Returns by the name of each penalty whether it keeps a started response from a worker. None:
+    from any worker of the model. Workers come and go, so an earlier result may be wrong."""
+    penalties, continues = _penalties(plan.request.sampling_options), plan.continues_penalties
+    if continues is not None and any(penalties.values()) and continues(worker_id):
+        return {}
+    return penalties
+
+
+def _names(blockers: Mapping[str, bool]) -> str:
     return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)

@@ -57,7 +57,12 @@ from common.request.preprocessed import (
 from common.request.token_stream import LegChanges, LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE
 from frontend_svc.request.leg import Leg, RequestPorts
-from frontend_svc.request.leg_request import leg_changes, migration_blockers, remaining_tokens
+from frontend_svc.request.leg_request import (
+    leg_changes,
+    migration_blockers,
+    placement_blockers,
+    remaining_tokens,
+)
 from frontend_svc.request.retry_policy import (
     DRAINING,
     WORKER_WAIT_S,
@@ -169,6 +174,11 @@ class RequestMachine:
             self._free_booking()
             message = "a pass-through body cannot run on separate prefill and decode workers"
             self._finish(FinishReason.ERROR, Unsupported("model", message))
+        elif self.generated and (blockers := placement_blockers(self.plan, placed)):
+            self._free_booking()
+            message = f"the worker was lost; {_cannot_continue(blockers)}"
+            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
+            self._finish(FinishReason.ERROR, lost)
         elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_timeout_s)
             self._submit_main(self.plan.pooling, now)
@@ -423,8 +433,7 @@ class RequestMachine:
         elif not is_retryable or self._failures >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
         elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
-            message = f"{error.message}; the response had started and cannot continue on another "
-            message += f"worker because of {blockers}"
+            message = f"{error.message}; {_cannot_continue(blockers)}"
             lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
             self._finish(FinishReason.ERROR, lost if error.retryable else error)
         elif self._ports.take_retry(error):
@@ -607,6 +616,11 @@ class RequestMachine:
         # After a migration the worker's prompt included generated tokens.
         details = PromptTokensDetails(cached_tokens=min(cached_tokens, counts.prompt_tokens))
         return replace(counts, prompt_tokens_details=details)
+
+
+def _cannot_continue(blockers: str) -> str:
+    text = "the response had started and cannot continue on another worker"
+    return f"{text} because of {blockers}"
 
 
 def _prefill_only(placed: Decision) -> Decision:

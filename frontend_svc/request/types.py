@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -38,8 +39,9 @@ class RequestPlan:
     """Whether a started response may continue on another worker; `migration_blockers` may still
     forbid it."""
 
-    continues_penalties: bool = False
-    """Whether every worker of the model counts the output of another one for penalties."""
+    continues_penalties: Callable[[int | None], bool] | None = None
+    """Returns whether a worker of the model counts the output of another one for penalties at
+    present; for None: whether every worker does. None: no worker does."""
 
     attempts_max: int = 4
     """Attempts that may fail; those whose worker left as planned do not count."""

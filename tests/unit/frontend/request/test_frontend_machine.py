@@ -806,11 +806,64 @@ PENALTIES = SamplingOptions(presence_penalty=0.1, frequency_penalty=-0.1, repeti
 
 def test_penalties_migrate_where_every_worker_counts_the_output_of_others() -> None:
     one = replace(plan().request, sampling_options=PENALTIES)
-    assert migration_blockers(replace(plan(), request=one, continues_penalties=True)) == ""
+    able = replace(plan(), request=one, continues_penalties=lambda worker_id: True)
+    assert migration_blockers(able) == ""
     changes = leg_changes(one, [7, 8])
     assert changes["sampling_options"] == replace(PENALTIES, prefix_tokens=2)
     assert "sampling_options" not in leg_changes(one)
     assert "sampling_options" not in leg_changes(plan().request, [7, 8])
+
+
+def penalised(able: dict[int, bool]) -> Fixture:
+    """A response with penalties that worker 11 has begun. able: workers of the model, of which some
+    count the output of others; the test may change it."""
+
+    def continues(worker_id: int | None) -> bool:
+        return all(able.values()) if worker_id is None else able.get(worker_id, False)
+
+    request = replace(plan().request, sampling_options=PENALTIES)
+    fixture = begin(replace(plan(), request=request, continues_penalties=continues))
+    fixture.run(11, [1, 2])
+    return fixture
+
+
+def test_penalties_do_not_migrate_if_a_worker_that_ignores_output_has_joined() -> None:
+    able = {11: True, 12: True}
+    fixture = penalised(able)
+    able[13] = False
+    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
+    error = fixture.ports.outcome.error
+    assert error is not None
+    assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
+    assert "presence_penalty" in error.message
+    assert len(fixture.ports.places) == 1
+
+
+@pytest.mark.parametrize("prefill", [None, Placement(12)], ids=["alone", "as a pair"])
+def test_penalties_do_not_continue_on_a_worker_that_joined_before_the_placement(
+    prefill: Placement | None,
+) -> None:
+    able = {11: True, 12: True}
+    fixture = penalised(able)
+    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
+    able[13] = False
+    decision = replace(decided(13), prefill=prefill)
+    fixture.machine.placed(fixture.ports.places[-1][0], decision, 0.0)
+    error = fixture.ports.outcome.error
+    assert error is not None
+    assert error.reason == NOT_MIGRATABLE
+    assert fixture.ports.freed == [0, 1]
+    assert len(fixture.ports.submitted) == 1
+
+
+def test_penalties_continue_on_a_worker_that_counts_output_beside_one_that_does_not() -> None:
+    able = {11: True, 12: True}
+    fixture = penalised(able)
+    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
+    able[13] = False
+    fixture.run(12, [3])
+    assert fixture.ports.emitted == [1, 2, 3]
+    assert not fixture.ports.outcomes
 
 
 def test_a_prompt_of_embeddings_cannot_migrate() -> None:
