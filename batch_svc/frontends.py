@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,9 +17,11 @@ from common.errors import (
     MeshError,
     PermissionDenied,
     Unauthenticated,
+    Unimplemented,
 )
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
 from common.rpc import channel as rpc
+from common.rpc.status import has_no_response
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
 
 # The status of a line whose frontend raised an error instead of a response; others: it is lost.
@@ -30,6 +33,12 @@ _STATUSES: Final[Mapping[type[MeshError], int]] = {
 }
 _LOST: Final = 503
 _RETRY_AFTER_S: Final = 0.5
+# A frontend that gave no response gets no call for so long, if there is another one.
+_SILENT_S: Final = 5.0
+
+
+_RUN_LINE: Final = "RunLine"
+_RUN_RESPONSE: Final = "RunResponse"
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +46,9 @@ class _Frontend:
     channel: rpc.MeshChannel
     lines: frontend_pb2_grpc.BatchLineServiceStub
     responses: frontend_pb2_grpc.BackgroundResponseServiceStub
+
+    def method(self, name: str) -> Any:  # Any: a method of a stub.
+        return getattr(self.lines if name == _RUN_LINE else self.responses, name)
 
 
 class Frontends:
@@ -48,9 +60,17 @@ class Frontends:
         self._instances: dict[int, Instance] = {}
         self._opened: dict[int, _Frontend] = {}
         self._in_flight: Counter[int] = Counter()
+        self._without: set[tuple[int, str]] = set()
+        """Frontends of an older version, with a method that they do not have."""
+
+        self._silent_until: dict[int, float] = {}
+        """Frontends that gave no response."""
 
     def on_snapshot(self, snapshot: Snapshot, changes: SnapshotDiff) -> None:
         self._instances = {instance.id: instance for instance in snapshot.of("frontend")}
+        self._without = {one for one in self._without if one[0] in self._instances}
+        silent = self._silent_until.items()
+        self._silent_until = {one: end for one, end in silent if one in self._instances}
 
     async def close(self) -> None:
         opened, self._opened = self._opened, {}
@@ -63,7 +83,7 @@ class Frontends:
         message = frontend_pb2.RunLineRequest(
             tenant=owner.tenant, key_id=owner.key_id, url=url, body=body, request_id=request_id
         )
-        return await self._call(lambda frontend: frontend.lines.RunLine, message)
+        return await self._call(_RUN_LINE, message)
 
     async def run_response(self, run: ResponseRun) -> Reply:
         """Returns a response in the background, as `run`."""
@@ -76,19 +96,46 @@ class Frontends:
             request=run.request,
             input_items=row.input_items,
         )
-        return await self._call(lambda frontend: frontend.responses.RunResponse, message)
+        return await self._call(_RUN_RESPONSE, message)
 
-    # Any: a method of a stub, its request and its response.
-    async def _call(self, method_of: Callable[[_Frontend], Any], message: Any) -> Reply:
+    # Any: the request of a method, and its response.
+    async def _call(self, name: str, message: Any) -> Reply:
         await self._close_departed()
+        # Ends: each round leaves out a frontend without the method.
+        while (frontend_id := self._choose(name)) is not None:
+            try:
+                return await self._call_one(frontend_id, name, message)
+            except Unimplemented:
+                self._without.add((frontend_id, name))
         if not self._instances:
             return _failure(_LOST, "no frontend is there")
-        frontend_id = min(self._instances, key=lambda one: self._in_flight[one])
+        return _failure(_LOST, f"all frontends are of an older version, without {name}")
+
+    def _choose(self, name: str) -> int | None:
+        """Returns the frontend with the fewest calls, of those that have a method; one that gave no
+        response last."""
+        now = asyncio.get_running_loop().time()
+        return min(
+            (one for one in self._instances if (one, name) not in self._without),
+            key=lambda one: (self._silent_until.get(one, now) > now, self._in_flight[one]),
+            default=None,
+        )
+
+    # Any: as above.
+    async def _call_one(self, frontend_id: int, name: str, message: Any) -> Reply:
+        """Raises Unimplemented."""
         frontend = self._open(self._instances[frontend_id])
         self._in_flight[frontend_id] += 1
         try:
-            response: Any = await rpc.unary(method_of(frontend), message, timeout_s=self._timeout_s)
+            response: Any = await rpc.unary(
+                frontend.method(name), message, timeout_s=self._timeout_s
+            )
+        except Unimplemented:
+            raise
         except MeshError as error:
+            if has_no_response(error):
+                now = asyncio.get_running_loop().time()
+                self._silent_until[frontend_id] = now + _SILENT_S
             status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 0)
             return _failure(status or _LOST, error.message)
         finally:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from batch_svc.core.limits import MB
+
+_PREFIX_CHARS_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +57,23 @@ def items_of_response(input_items: Iterable[bytes], response: bytes) -> list[Ite
     output: Sequence[Any] = orjson.loads(response)["output"]
     items = [ItemRow(orjson.loads(item)["id"], item) for item in input_items]
     return [*items, *(ItemRow(item["id"], orjson.dumps(item)) for item in output)]
+
+
+def with_own_ids(
+    items: Iterable[ItemRow], known: Iterable[str], new_id: Callable[[str], str]
+) -> list[ItemRow]:
+    """Returns items, each with an id that no other one of its conversation has.
+
+    - known: the ids in the conversation.
+    - new_id: returns a new id with a prefix such as `msg`.
+    """
+    taken = set(known)
+    named: list[ItemRow] = []
+    for item in items:
+        own = item
+        if item.id in taken:
+            item_id = new_id(item.id.partition("_")[0][:_PREFIX_CHARS_MAX])
+            own = ItemRow(item_id, orjson.dumps(orjson.loads(item.content) | {"id": item_id}))
+        taken.add(own.id)
+        named.append(own)
+    return named

@@ -170,6 +170,10 @@ def _check_body(body: dict[str, Any]) -> None:
         raise _Invalid("unsupported_parameter", "a line cannot be a stream", "body.stream")
     if body.get("background"):
         raise _Invalid("unsupported_parameter", "a line has no background", "body.background")
+    if body.get("conversation") is not None:
+        # A line that ran when its service was killed runs again, and would be appended twice.
+        text = "a line has no conversation"
+        raise _Invalid("unsupported_parameter", text, "body.conversation")
     if body.get("priority") is not None:
         raise _Invalid("unsupported_parameter", _NO_PRIORITY, "body.priority")
     for name in ("nvext", "kvmesh"):

@@ -8,14 +8,21 @@ from typing import Final
 
 import orjson
 
-from batch_svc.core.conversations import ConversationLimits, ConversationRow, ItemRow
+from batch_svc.core.conversations import (
+    ConversationLimits,
+    ConversationRow,
+    ItemRow,
+    with_own_ids,
+)
 from batch_svc.store.database import Database, Transaction
 from common.errors import InvalidRequest, NotFound, Overloaded
 
 CONVERSATION_FULL: Final = "CONVERSATION_FULL"
 TENANT_CONVERSATIONS: Final = "TENANT_CONVERSATIONS"
-# Conversations that one sweep removes at most.
+# Conversations that one transaction removes at most.
 _SWEEP_ROWS: Final = 100
+# Ids of items in one statement.
+_IDS_MAX: Final = 500
 
 
 class ConversationStore:
@@ -148,16 +155,21 @@ class ConversationStore:
         tenant: str,
         conversation_id: str,
         items: Sequence[ItemRow],
+        *,
+        renames: bool = True,
     ) -> bool:
         """Appends the items of a response, also above the limits: they were checked before it ran.
-        Returns whether the conversation was there."""
+        Returns whether the conversation was there.
+
+        - renames: an item with the id of another one gets a new id.
+        """
         # First, so that the row is locked until the end of the transaction.
         changed = await transaction.execute(
             f"UPDATE conversations SET items = items + $1, bytes = bytes + $2,"
             f" next_number = next_number + $1, used_at = {self._database.now}"
             " WHERE id = $3 AND tenant = $4",
             len(items),
-            sum(len(item.content) for item in items),
+            sum(map(_size, items)),
             conversation_id,
             tenant,
         )
@@ -167,30 +179,47 @@ class ConversationStore:
             "SELECT next_number FROM conversations WHERE id = $1", conversation_id
         )
         first = int(rows[0][0]) - len(items)
+        named = await self._rename(transaction, conversation_id, items) if renames else items
         await transaction.execute_many(
             "INSERT INTO conversation_items (conversation_id, number, item_id, content)"
             " VALUES ($1, $2, $3, $4)",
             (
                 (conversation_id, number, item.id, item.content)
-                for number, item in enumerate(items, first)
+                for number, item in enumerate(named, first)
             ),
         )
         return True
+
+    async def _rename(
+        self, transaction: Transaction, conversation_id: str, items: Sequence[ItemRow]
+    ) -> Sequence[ItemRow]:
+        """Returns items with ids of their own, and counts the bytes of longer ids."""
+        known = await _known_ids(transaction, conversation_id, items)
+        named = with_own_ids(items, known, lambda prefix: f"{prefix}_{secrets.token_hex(24)}")
+        if growth := sum(map(_size, named)) - sum(map(_size, items)):
+            await transaction.execute(
+                "UPDATE conversations SET bytes = bytes + $1 WHERE id = $2", growth, conversation_id
+            )
+        return named
 
     async def sweep(self) -> int:
         """Removes conversations that were not used for too long; returns their number. Raises
         Unavailable."""
         if not self._limits.keep_s:
             return 0
-        rows = await self._database.fetch(
-            f"SELECT tenant, id FROM conversations WHERE used_at < {self._database.now} - $1"
-            f" LIMIT {_SWEEP_ROWS}",
-            self._limits.keep_s,
-        )
-        async with self._database.transaction() as transaction:
-            for tenant, conversation_id in rows:
-                await _remove(transaction, tenant, conversation_id)
-        return len(rows)
+        removed = 0
+        # Ends: each round removes conversations, the last one less than a page.
+        while True:
+            rows = await self._database.fetch(
+                f"SELECT tenant, id FROM conversations WHERE used_at < {self._database.now} - $1"
+                f" LIMIT {_SWEEP_ROWS}",
+                self._limits.keep_s,
+            )
+            async with self._database.transaction() as transaction:
+                for tenant, conversation_id in rows:
+                    removed += await _remove(transaction, tenant, conversation_id)
+            if len(rows) < _SWEEP_ROWS:
+                return removed
 
     async def _get(
         self, transaction: Transaction, tenant: str, conversation_id: str
@@ -211,7 +240,8 @@ class ConversationStore:
         conversation_id: str,
         items: Sequence[ItemRow],
     ) -> None:
-        if not await self.append(transaction, tenant, conversation_id, items):
+        # The client is sent the ids of its own items.
+        if not await self.append(transaction, tenant, conversation_id, items, renames=False):
             raise _no_conversation(conversation_id)
         await self._check_limits(transaction, conversation_id)
 
@@ -229,6 +259,29 @@ class ConversationStore:
         if size + room > (most := self._limits.conversation_bytes):
             text = f"the items of the conversation have {size} bytes, the limit is {most >> 20} MB"
             raise InvalidRequest(text, "conversation", reason=CONVERSATION_FULL)
+
+
+def _size(item: ItemRow) -> int:
+    """Returns the bytes of an item that count for its conversation."""
+    return len(item.content)
+
+
+async def _known_ids(
+    transaction: Transaction, conversation_id: str, items: Sequence[ItemRow]
+) -> set[str]:
+    """Returns the ids of items that are in a conversation already."""
+    known: set[str] = set()
+    for start in range(0, len(items), _IDS_MAX):
+        ids = [item.id for item in items[start : start + _IDS_MAX]]
+        names = ", ".join(f"${number}" for number in range(2, len(ids) + 2))
+        rows = await transaction.fetch(
+            "SELECT item_id FROM conversation_items WHERE conversation_id = $1"
+            f" AND item_id IN ({names})",
+            conversation_id,
+            *ids,
+        )
+        known |= {row[0] for row in rows}
+    return known
 
 
 async def _number_of(transaction: Transaction, conversation_id: str, item_id: str) -> int:

@@ -57,6 +57,8 @@ BODY = line()["body"]
         ({"body": []}, "invalid_body", "body"),
         ({"body": {}}, "missing_model", "body.model"),
         ({"body": BODY | {"stream": True}}, "unsupported_parameter", "body.stream"),
+        ({"body": BODY | {"background": True}}, "unsupported_parameter", "body.background"),
+        ({"body": BODY | {"conversation": "c"}}, "unsupported_parameter", "body.conversation"),
         ({"body": BODY | {"priority": 1}}, "unsupported_parameter", "body.priority"),
         (
             {"body": BODY | {"nvext": {"agent_hints": {"priority": 1}}}},

@@ -180,7 +180,8 @@ async def test_a_response_appends_its_items_in_the_same_commit(
         assert begun is not None
         await responses.finish(transaction, begun, ResponseStatus.COMPLETED, output)
     page, has_more = await conversations.page("acme", created.id, 3, "", ascending=False)
-    assert ([item.id for item in page], has_more) == (["o", "i", "o"], True)
+    assert has_more
+    assert [page[0].id[:2], page[1].id[:2], page[2].id] == ["o_", "i_", "o"]
     with pytest.raises(InvalidRequest, match="the limit is 4") as full:
         await conversations.read("acme", created.id)
     assert full.value.field == "conversation"
@@ -209,6 +210,50 @@ async def test_items_are_removed_and_limits_hold(conversations: ConversationStor
     with pytest.raises(Overloaded, match="the limit is 2"):
         await conversations.create("acme", {}, [])
     await conversations.create("bravo", {}, [])
+
+
+async def test_an_item_with_the_id_of_another_one_gets_a_new_one(
+    conversations: ConversationStore, database: SqliteDatabase
+) -> None:
+    items = [ItemRow("msg_1", b'{"id":"msg_1","a":1}'), ItemRow("msg_2", b'{"id":"msg_2"}')]
+    created = await conversations.create("acme", {}, items)
+    same = [ItemRow("msg_1", b'{"id":"msg_1","a":2}'), ItemRow("b", b'{"id":"b"}')]
+    async with database.transaction() as transaction:
+        assert await conversations.append(transaction, "acme", created.id, same)
+    page, _ = await conversations.page("acme", created.id, 9, "", ascending=True)
+    ids = [item.id for item in page]
+    assert (ids[:2], ids[2][:4], ids[3]) == (["msg_1", "msg_2"], "msg_", "b")
+    assert len(set(ids)) == 4
+    assert orjson.loads(page[2].content) == {"id": ids[2], "a": 2}
+    assert (await conversations.item("acme", created.id, "msg_1")).content == items[0].content
+    size = sum(len(item.content) for item in page)
+    assert await database.fetch("SELECT bytes FROM conversations") == [(size,)]
+    for item in page:
+        await conversations.delete_item("acme", created.id, item.id)
+    assert await database.fetch("SELECT items, bytes FROM conversations") == [(0, 0)]
+
+
+async def test_equal_ids_in_one_call_become_different_ones(
+    conversations: ConversationStore, database: SqliteDatabase
+) -> None:
+    created = await conversations.create("acme", {}, [])
+    same = [ItemRow("a", b'{"id":"a"}')] * 2
+    async with database.transaction() as transaction:
+        assert await conversations.append(transaction, "acme", created.id, same)
+    first, second = await conversations.read("acme", created.id)
+    assert (first.id, second.id[:2]) == ("a", "a_")
+
+
+async def test_all_conversations_that_were_not_used_are_swept_at_once(
+    database: SqliteDatabase,
+) -> None:
+    conversations = ConversationStore(database, ConversationLimits(keep_s=60.0))
+    for _ in range(130):
+        await conversations.create("acme", {}, [])
+    async with database.transaction() as transaction:
+        await transaction.execute("UPDATE conversations SET used_at = 0")
+    await conversations.create("acme", {}, [])
+    assert [await conversations.sweep(), await conversations.sweep()] == [130, 0]
 
 
 def test_the_tenant_with_the_fewest_responses_is_next() -> None:
