@@ -1,4 +1,4 @@
-"""The logs of a mesh are printed when its test fails."""
+"""What follows the failure of a test of real processes: printed logs, and new fixtures."""
 
 from __future__ import annotations
 
@@ -37,40 +37,56 @@ def test_passes_the_second_time(mesh):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shown", "folder"),
-    [
-        ("test_passes", 0, "e2e"),
-        ("test_fails", 1, "e2e"),
-        ("test_fails", 1, "sglang"),
-        ("test_is_not_built", 1, "e2e"),
-        ("test_passes_the_second_time", 1, "e2e"),
-    ],
-)
-def test_logs_are_printed_once_for_each_failed_run(
-    tmp_path: Path, name: str, shown: int, folder: str
-) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS)
-    reruns = 1 if "second" in name else 0
+MODULE_TESTS = """
+import pytest
+
+BUILT = []
+
+@pytest.fixture(scope="module")
+def mesh():
+    BUILT.append(1)
+    yield len(BUILT)
+
+def test_passes_with_another_mesh(mesh): assert mesh == 2
+def test_follows(mesh): assert mesh == 2
+"""
+
+
+def run(folder: Path, tests: str, *flags: str) -> str:
+    """Returns what pytest prints about tests of real processes."""
+    tests_folder = folder / "e2e"
+    tests_folder.mkdir()
+    (tests_folder / "test_it.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-p",
-                f"tests.{folder}.conftest",
-                "-p",
-                "no:cacheprovider",
-            ),
-            *("--rootdir", str(tmp_path), "-s", "--reruns", str(reruns), f"test_it.py::{name}"),
-        ],
-        cwd=tmp_path,
+        [*command, "--rootdir", str(folder), "-s", *flags],
+        cwd=tests_folder,
         env={**os.environ, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
-    assert done.stdout.count("the log of the router") == shown, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("test_passes", 0),
+        ("test_fails", 1),
+        ("test_is_not_built", 1),
+        ("test_passes_the_second_time", 1),
+    ],
+)
+def test_logs_are_printed_once_for_each_failed_run(tmp_path: Path, name: str, shown: int) -> None:
+    reruns = "1" if "second" in name else "0"
+    printed = run(tmp_path, TESTS, "--reruns", reruns, f"test_it.py::{name}")
+    assert printed.count("the log of the router") == shown, printed
+
+
+@pytest.mark.slow
+def test_a_rerun_has_new_fixtures_of_its_module(tmp_path: Path) -> None:
+    printed = run(tmp_path, MODULE_TESTS, "--reruns", "1", "test_it.py")
+    assert "2 passed, 1 rerun" in printed, printed
