@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
@@ -23,6 +24,7 @@ RESPONSE_TIMEOUT_S = 60.0
 # The first token may wait in a queue; later gaps are far below this.
 READ_TIMEOUT_S = 30.0
 ERROR_CHARS_MAX = 500
+_PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class GatewayError(Exception):
@@ -45,9 +47,9 @@ def new_http_client(
 
     - config: its certificate authorities are trusted beside those of the system.
     - url: what the client will request; only https needs the authorities.
-    - own_certificates: files of the services that the client requests, which are trusted as they
-      are: they are for the names that clients use, not for the address of the service. Raises
-      InvalidRequest for one that cannot be read.
+    - own_certificates: files of the services that the client requests, whose first certificates
+      are trusted as they are: they are for the names that clients use, not for the address of the
+      service. Raises InvalidRequest for one that cannot be read.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
@@ -68,9 +70,13 @@ def _only_trusting(certificates: Iterable[Path]) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     for path in certificates:
         try:
-            context.load_verify_locations(path)
-        except OSError as error:
-            reason = error.strerror or str(error)
+            # Of a chain, only its own: each that is loaded is trusted for all that it issued.
+            leaf = _PEM.search(path.read_bytes())
+            if leaf is None:
+                raise ValueError("it has no certificate as PEM")
+            context.load_verify_locations(cadata=leaf.group().decode())
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             raise InvalidRequest(
                 f"{path} cannot be read: {reason}", "http_tls_cert_path"
             ) from error

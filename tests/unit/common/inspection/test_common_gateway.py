@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import ssl
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import httpx
 import pytest
 
-from common.inspection.gateway import GatewayError, chat, chat_body, find_serving_problem
+from common.errors import InvalidRequest
+from common.inspection.gateway import (
+    GatewayError,
+    chat,
+    chat_body,
+    find_serving_problem,
+    new_http_client,
+)
+from tests.kit.certificates import Authority
 
 URL = "http://gateway"
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -88,3 +99,42 @@ async def test_a_refusal_is_shown_with_its_status() -> None:
 async def test_what_is_not_a_chat_chunk_is_an_error(junk: str) -> None:
     with pytest.raises(GatewayError, match="not a chat chunk"):
         await answer(stream(junk))
+
+
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    writer.close()
+
+
+async def is_trusted(trusted: Path, cert: Path, key: Path) -> bool:
+    """Returns whether a client that trusts one file requests a server with a certificate."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, new_http_client(None, own_certificates=[trusted]) as http:
+        try:
+            return (await http.get(url)).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+
+async def test_of_a_chain_only_the_certificate_of_the_service_is_trusted(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("own", ["DNS:mesh.example"])
+    other, other_key = authority.issue("other", ["DNS:mesh.example"])
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(cert.read_bytes() + authority.ca.read_bytes())
+    assert await is_trusted(chain, chain, key)
+    assert not await is_trusted(chain, other, other_key)
+
+
+@pytest.mark.parametrize("content", [None, b"no certificate", b"\xff"])
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "cert.pem"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidRequest) as refused:
+        new_http_client(None, own_certificates=[path])
+    assert str(path) in refused.value.message
