@@ -52,7 +52,9 @@ def new_http_client(
       service. Raises InvalidRequest for one that cannot be read.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S)
+    # Requests that wait for a connection here would be measured, or fail, as if the gateway did.
+    timeout = httpx.Timeout(5.0, read=READ_TIMEOUT_S, pool=None)
+    limits = httpx.Limits(max_connections=None)
     verify: ssl.SSLContext | bool = True
     if config is not None and url.startswith("https"):
         verify = ssl.create_default_context()
@@ -60,7 +62,9 @@ def new_http_client(
             verify.load_verify_locations(config.tls_ca_path)
     if own_certificates:
         verify = _only_trusting(own_certificates)
-    return httpx.AsyncClient(headers=headers, trust_env=False, timeout=timeout, verify=verify)
+    return httpx.AsyncClient(
+        headers=headers, trust_env=False, timeout=timeout, limits=limits, verify=verify
+    )
 
 
 def _only_trusting(certificates: Iterable[Path]) -> ssl.SSLContext:

@@ -129,6 +129,11 @@ async def check(
     courses = [course for course in played.courses if course is not None]
     if not courses:
         raise Unavailable(f"every request of the check failed: {played.error}")
+    if failed := len(requests) - len(courses):
+        text = (
+            f"{failed} of {len(requests)} requests of the check failed, the first: {played.error}"
+        )
+        click.echo(text, err=True)
     return json.dumps(
         {
             "fleet": fleet,

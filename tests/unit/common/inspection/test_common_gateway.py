@@ -138,3 +138,22 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, content: byt
     with pytest.raises(InvalidRequest) as refused:
         new_http_client(None, own_certificates=[path])
     assert str(path) in refused.value.message
+
+
+async def test_more_requests_than_a_usual_pool_has_are_sent_at_once() -> None:
+    count, arrived, all_arrived = 120, 0, asyncio.Event()
+
+    async def wait_for_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal arrived
+        arrived += 1
+        if arrived == count:
+            all_arrived.set()
+        async with asyncio.timeout(60):
+            await all_arrived.wait()
+        await accept(reader, writer)
+
+    server = await asyncio.start_server(wait_for_all, "127.0.0.1", 0, backlog=count)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, new_http_client(None) as http:
+        responses = await asyncio.gather(*(http.get(url, timeout=60) for _ in range(count)))
+    assert {response.status_code for response in responses} == {200}
