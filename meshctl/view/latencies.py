@@ -64,6 +64,14 @@ class Course:
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
+def prompt_lengths(context_tokens: int | None) -> list[int]:
+    """Returns the lengths of prompts to measure. context_tokens: of the model; None: unknown."""
+    if context_tokens is None:
+        return list(PROMPT_TOKENS)
+    room = max(1, context_tokens - RESERVED_TOKENS)
+    return sorted({min(tokens, room) for tokens in PROMPT_TOKENS})
+
+
 class CompletionClient:
     """Sends prompts of token ids as streamed completions."""
 
@@ -120,8 +128,7 @@ class LatencyProbe:
         # All further requests run on the worker of the first one.
         self._pins = {"backend_instance_id": first.worker} if first.worker else {}
         prompts: list[tuple[int, float]] = []
-        room = await self._context_tokens() - RESERVED_TOKENS
-        for tokens in sorted({min(tokens, room) for tokens in PROMPT_TOKENS}):
+        for tokens in prompt_lengths(await self._context_tokens()):
             courses = [
                 await self._course(tokens, PROMPT_OUTPUT_TOKENS) for _ in range(PROMPT_REPEATS)
             ]
@@ -129,14 +136,16 @@ class LatencyProbe:
         decodes = [(count, await self._itl_s(count)) for count in AT_ONCE]
         return Latencies(prompts, decodes, await self._pauses())
 
-    async def _context_tokens(self) -> int:
-        """Returns the tokens of the model's context. Raises GatewayError."""
+    async def _context_tokens(self) -> int | None:
+        """Returns the tokens of the model's context; None: its card states none. Raises
+        GatewayError."""
         try:
             response = await self._http.get(self._model_url)
             response.raise_for_status()
-            return int(response.json()["max_model_len"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise GatewayError(f"{self._model_url} has no max_model_len: {error!r}") from error
+            found = response.json().get("max_model_len")
+            return None if found is None else int(found)
+        except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
+            raise GatewayError(f"{self._model_url} is not a model: {error!r}") from error
 
     async def _itl_s(self, count: int) -> float:
         courses = await asyncio.gather(
