@@ -36,7 +36,8 @@ STORED_CONVERSATION: Final = "STORED_CONVERSATION"
 def _parse_responses(body: bytes) -> ChatRequest:
     """Returns the chat of a body of `/v1/responses`. Raises InvalidRequest."""
     request = parse_responses(body)
-    if request.previous_response_id is not None or references(request):
+    earlier = (request.previous_response_id, request.named_conversation)
+    if earlier != (None, None) or references(request):
         text = "the server has a part of the conversation"
         raise InvalidRequest(text, "input", reason=STORED_CONVERSATION)
     return to_chat(request, input_items(request, {}))
@@ -63,8 +64,8 @@ _PROMPTS: Final[Mapping[str, _Prompt]] = {
     "/completions": _Prompt(("model", "prompt", "cache_salt"), parse_completion),
     "/responses": _Prompt(
         (
-            *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice"),
-            *("reasoning", "chat_template_kwargs"),
+            *("model", "input", "instructions", "previous_response_id", "conversation"),
+            *("tools", "tool_choice", "reasoning", "chat_template_kwargs"),
         ),
         _parse_responses,
     ),
