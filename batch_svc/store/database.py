@@ -15,6 +15,10 @@ from common.errors import Unavailable
 Row: TypeAlias = Sequence[Any]
 
 RETRY_AFTER_S: Final = 1.0
+# Reasons of an Unavailable: the database does not respond; it rolled a transaction back for the
+# sake of another one, so that the same transaction may succeed.
+DATABASE_LOST: Final = "BATCH_DATABASE_LOST"
+ROLLED_BACK: Final = "BATCH_TRANSACTION_ROLLED_BACK"
 
 
 class Transaction(Protocol):
@@ -64,5 +68,11 @@ def lost(name: str, error: BaseException) -> Unavailable:
     return Unavailable(
         f"the {name} database of the batch service does not respond: {text}",
         RETRY_AFTER_S,
-        reason="BATCH_DATABASE_LOST",
+        reason=DATABASE_LOST,
     )
+
+
+def rolled_back(name: str, error: BaseException) -> Unavailable:
+    """Returns the error of a transaction that the database rolled back for the sake of another."""
+    text = f"the {name} database of the batch service rolled a transaction back: {error}"
+    return Unavailable(text, RETRY_AFTER_S, reason=ROLLED_BACK)

@@ -9,13 +9,15 @@ from typing import Any, Final
 
 import asyncpg
 
-from batch_svc.store.database import Row, lost
+from batch_svc.store.database import Row, lost, rolled_back
 from common.errors import InvalidRequest, Unavailable
 
 _CONNECTIONS_MAX: Final = 8
 _CONNECT_TIMEOUT_S: Final = 5.0
 _STATEMENT_TIMEOUT_S: Final = 60.0
-# Errors of a server that is gone, starts or stops, or of a transaction that it gave up.
+# Errors of a transaction that the server gave up.
+_ROLLED_BACK: Final = (asyncpg.SerializationError, asyncpg.DeadlockDetectedError)
+# Errors of a server that is gone, starts or stops.
 _LOST: Final = (
     OSError,
     TimeoutError,
@@ -23,8 +25,6 @@ _LOST: Final = (
     asyncpg.PostgresConnectionError,
     asyncpg.OperatorInterventionError,
     asyncpg.InsufficientResourcesError,
-    asyncpg.SerializationError,
-    asyncpg.DeadlockDetectedError,
     asyncpg.InvalidPasswordError,
     asyncpg.InvalidCatalogNameError,
 )
@@ -100,10 +100,12 @@ class _PostgresTransaction:
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Raises Unavailable for the errors of a server that is lost, and InvalidRequest for a text
-    that it cannot have."""
+    """Raises Unavailable for the errors of a server that is lost or rolled back, and InvalidRequest
+    for a text that it cannot have."""
     try:
         yield
+    except _ROLLED_BACK as error:
+        raise rolled_back(PostgresDatabase.name, error) from error
     except _LOST as error:
         raise lost(PostgresDatabase.name, error) from error
     except asyncpg.CharacterNotInRepertoireError as error:

@@ -1,9 +1,14 @@
-"""Stored responses of all tenants. A full tenant loses its oldest ones."""
+"""Stored responses of all tenants. A full tenant loses its oldest ones.
+
+A transaction locks the row of `stored_bytes` of a tenant first, then its responses, and its
+conversations last; one with several tenants locks them in the order of their names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
 from batch_svc.core.batch import Owner
@@ -46,6 +51,11 @@ class _Stored:
     request: bytes | None = None
     append: Append = NO_CONVERSATION
 
+    @property
+    def size(self) -> int:
+        """Bytes that count for its tenant."""
+        return self.row.size + len(self.request or b"")
+
 
 class StoredResponses:
     """The responses of all tenants."""
@@ -76,13 +86,14 @@ class StoredResponses:
         items = _appended(row, append, row.response)
 
         async def write(transaction: Transaction) -> bool:
+            await _lock(transaction, owner.tenant)
             if not only_appends:
                 stored = _Stored(owner, row, append=append)
                 if not await self._insert(transaction, stored):
                     return bool(append.conversation_id)  # A repeated call.
             return await self._append(transaction, owner.tenant, append, items)
 
-        return await self._writes.run(write)
+        return await self._writes.run(write, order=owner.tenant)
 
     async def start(self, run: ResponseRun) -> None:
         """Stores a response that runs in the background. Raises as `put`, and Overloaded above the
@@ -90,6 +101,7 @@ class StoredResponses:
         owner, most = run.owner, self._limits.tenant_background
         self._check_size(run.row)
         async with self._database.transaction() as transaction:
+            await _lock(transaction, owner.tenant)
             rows = await transaction.fetch(
                 f"SELECT COUNT(*) FROM responses WHERE {_NOT_ENDED} AND tenant = $1", owner.tenant
             )
@@ -113,7 +125,7 @@ class StoredResponses:
             owner.key_id,
             stored.status,
             self._limits.keep_s,
-            row.size,
+            stored.size,
             row.response,
             join_items(row.input_items),
             stored.object_time,
@@ -122,7 +134,7 @@ class StoredResponses:
             stored.append.first_item,
         )
         if added:
-            await self._count(transaction, owner.tenant, row.id, row.size)
+            await self._count(transaction, owner.tenant, row.id, stored.size)
         return bool(added)
 
     async def _append(
@@ -152,19 +164,21 @@ class StoredResponses:
         """Ends a response that runs in the background; returns it as it is then. Raises NotFound,
         InvalidRequest if it did not run in the background, and Unavailable."""
         async with self._database.transaction() as transaction:
+            await _lock(transaction, tenant)
             rows = await transaction.fetch(
-                "SELECT request FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
+                "SELECT request IS NULL, response, items FROM responses"
+                " WHERE id = $1 AND tenant = $2",
+                response_id,
+                tenant,
             )
             if not rows:
                 raise _not_stored(response_id)
-            if rows[0][0] is None:
+            has_no_request, response, items = rows[0]
+            if has_no_request:
                 text = f"the response {response_id!r} did not run in the background"
                 raise InvalidRequest(text, "response_id")
-            await transaction.execute(
-                f"UPDATE responses SET status = $1 WHERE id = $2 AND {_NOT_ENDED}",
-                str(ResponseStatus.CANCELLED),
-                response_id,
-            )
+            row = ResponseRow(response_id, bytes(response), split_items(bytes(items)))
+            await self._end(transaction, tenant, row, ResponseStatus.CANCELLED)
         return await self.get(tenant, response_id)
 
     # The runner, under its lease.
@@ -206,21 +220,33 @@ class StoredResponses:
         self, transaction: Transaction, run: ResponseRun, status: ResponseStatus, response: bytes
     ) -> bool:
         """Ends a response; returns whether it had not ended before."""
-        row, tenant = run.row, run.owner.tenant
-        growth = len(response) - len(row.response)
+        row, tenant = replace(run.row, response=response), run.owner.tenant
+        await _lock(transaction, tenant)
+        changed = await self._end(transaction, tenant, row, status)
+        if changed and status in APPENDING:
+            items = _appended(row, run.append, response)
+            await self._append(transaction, tenant, run.append, items)
+        return changed
+
+    async def _end(
+        self, transaction: Transaction, tenant: str, row: ResponseRow, status: ResponseStatus
+    ) -> bool:
+        """Ends a response in the background, which needs no request any more; returns whether it
+        had not ended before."""
+        sizes = await transaction.fetch(
+            f"SELECT size FROM responses WHERE id = $1 AND {_NOT_ENDED}", row.id
+        )
         changed = await transaction.execute(
-            "UPDATE responses SET status = $1, response = $2, size = size + $3"
-            f" WHERE id = $4 AND {_NOT_ENDED}",
+            "UPDATE responses SET status = $1, response = $2, request = $3, size = $4"
+            f" WHERE id = $5 AND {_NOT_ENDED}",
             str(status),
-            response,
-            growth,
+            row.response,
+            b"",
+            row.size,
             row.id,
         )
         if changed:
-            await self._count(transaction, tenant, row.id, growth)
-            if status in APPENDING:
-                items = _appended(row, run.append, response)
-                await self._append(transaction, tenant, run.append, items)
+            await self._count(transaction, tenant, row.id, row.size - int(sizes[0][0]))
         return bool(changed)
 
     # Clients and the service.
@@ -228,6 +254,7 @@ class StoredResponses:
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises NotFound, and Unavailable."""
         async with self._database.transaction() as transaction:
+            await _lock(transaction, tenant)
             if not await _remove(transaction, tenant, response_id):
                 raise _not_stored(response_id)
 
@@ -240,9 +267,11 @@ class StoredResponses:
                 f"SELECT tenant, id FROM responses WHERE expires_at < {self._database.now}"
                 f" LIMIT {_SWEEP_ROWS}"
             )
-            async with self._database.transaction() as transaction:
-                for tenant, response_id in rows:
-                    removed += await _remove(transaction, tenant, response_id)
+            for tenant, expired in groupby(sorted(map(tuple, rows)), lambda row: row[0]):
+                async with self._database.transaction() as transaction:
+                    await _lock(transaction, tenant)
+                    for _, response_id in expired:
+                        removed += await _remove(transaction, tenant, response_id)
             if len(rows) < _SWEEP_ROWS:
                 return removed
 
@@ -287,8 +316,13 @@ def _appended(row: ResponseRow, append: Append, response: bytes) -> Sequence[Ite
     return items_of_response(row.input_items[append.first_item :], response)
 
 
+async def _lock(transaction: Transaction, tenant: str) -> None:
+    """Excludes other writes of the responses of a tenant until the end of the transaction."""
+    await transaction.execute("UPDATE stored_bytes SET bytes = bytes WHERE tenant = $1", tenant)
+
+
 async def _remove(transaction: Transaction, tenant: str, response_id: str) -> int:
-    """Removes a response; returns the number of those that were there."""
+    """Removes a response of a locked tenant; returns the number of those that were there."""
     rows = await transaction.fetch(
         "SELECT size FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
     )

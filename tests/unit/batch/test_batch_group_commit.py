@@ -9,17 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from batch_svc.store.database import Transaction, lost
+from batch_svc.store.database import Transaction, lost, rolled_back
 from batch_svc.store.group_commit import GROUP_MAX, GroupCommit
 from common.errors import Unavailable
 
 
 class CountingDatabase:
-    """Counts its commits. is_lost: it does not respond."""
+    """Counts its commits. is_lost: it does not respond. rollbacks: of the next commits."""
 
     def __init__(self) -> None:
         self.commits = 0
         self.is_lost = False
+        self.rollbacks = 0
         self.may_begin = asyncio.Event()
 
     @asynccontextmanager
@@ -28,6 +29,9 @@ class CountingDatabase:
         if self.is_lost:
             raise lost("test", OSError("gone"))
         yield
+        if self.rollbacks:
+            self.rollbacks -= 1
+            raise rolled_back("test", OSError("deadlock detected"))
         self.commits += 1
 
 
@@ -73,3 +77,42 @@ async def test_a_lost_database_is_the_error_of_each_write_of_the_group() -> None
     database.is_lost = False
     with pytest.raises(AssertionError):
         await writes.run(work)
+
+
+async def test_a_group_that_was_rolled_back_runs_once_more() -> None:
+    database = CountingDatabase()
+    database.may_begin.set()
+    writes = writes_of(database)
+    ran: list[int] = []
+
+    async def write(number: int) -> int:
+        async def work(_: Transaction) -> int:
+            ran.append(number)
+            return number
+
+        return await writes.run(work)
+
+    database.rollbacks = 1
+    assert [*await asyncio.gather(write(1), write(2))] == [1, 2]
+    assert (ran, database.commits) == ([1, 2, 1, 2], 1)
+    database.rollbacks = 2
+    results = await asyncio.gather(write(3), write(4), return_exceptions=True)
+    assert all(isinstance(result, Unavailable) for result in results)
+
+
+async def test_the_writes_of_a_group_run_in_their_order_with_results_of_their_own() -> None:
+    database = CountingDatabase()
+    database.may_begin.set()
+    writes = writes_of(database)
+    ran: list[str] = []
+
+    async def write(order: str, number: int) -> int:
+        async def work(_: Transaction) -> int:
+            ran.append(f"{order}{number}")
+            return number
+
+        return await writes.run(work, order)
+
+    results = await asyncio.gather(write("b", 1), write("a", 2), write("b", 3))
+    assert [*results] == [1, 2, 3]
+    assert ran == ["a2", "b1", "b3"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -141,6 +144,92 @@ async def test_a_response_in_the_background_ends_once(
         await responses.cancel("acme", "foreground")
     with pytest.raises(NotFound):
         await responses.cancel("bravo", "a")
+
+
+async def test_a_request_counts_for_its_tenant_until_its_response_ends(
+    database: SqliteDatabase, responses: StoredResponses
+) -> None:
+    async def counted() -> int:
+        (stored,), (rows,) = (
+            await database.fetch("SELECT bytes FROM stored_bytes"),
+            await database.fetch("SELECT SUM(size) FROM responses"),
+        )
+        assert stored[0] == rows[0]
+        return int(stored[0])
+
+    runs = [replace(run(name), request=b"x" * 200) for name in ("a", "b")]
+    for one in runs:
+        await responses.start(one)
+    before = runs[0].row.size
+    assert await counted() == 2 * (before + 200)
+    for name in ("foreground", "newer"):
+        await responses.put(OWNER, row(name))
+    with pytest.raises(NotFound, match="too many"):
+        await responses.get("acme", "foreground")
+    await responses.delete("acme", "newer")
+    await responses.cancel("acme", "a")
+    assert await counted() == 2 * before + 200
+    lease = lease_of(database, "one")
+    assert await lease.acquire()
+    async with lease.transaction() as transaction:
+        begun = await responses.begin(transaction, "b")
+        assert begun == runs[1]
+        done = b'{"status":"completed","output":[]}'
+        assert await responses.finish(transaction, begun, ResponseStatus.COMPLETED, done)
+    ended = replace(runs[1].row, response=done)
+    assert await counted() == before + ended.size
+    for name in ("a", "b"):
+        await responses.cancel("acme", name)
+        await responses.delete("acme", name)
+    assert await database.fetch("SELECT bytes FROM stored_bytes") == [(0,)]
+
+
+class RecordingDatabase(SqliteDatabase):
+    """Keeps the statements of each transaction."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.transactions: list[list[str]] = []
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Any]:
+        async with super().transaction() as transaction:
+            statements: list[str] = []
+            self.transactions.append(statements)
+            execute = transaction.execute
+
+            async def recorded(sql: str, *values: object) -> int:
+                statements.append(sql)
+                return await execute(sql, *values)
+
+            # Any: a method of one transaction.
+            cast(Any, transaction).execute = recorded
+            yield transaction
+
+
+async def test_writes_lock_the_bytes_of_a_tenant_first(tmp_path: Path) -> None:
+    database = RecordingDatabase(tmp_path / "batches.db")
+    await database.open()
+    await create_tables(database)
+    conversations = ConversationStore(database, ConversationLimits())
+    responses = StoredResponses(database, LIMITS, conversations)
+    created = await conversations.create("acme", {}, [])
+    database.transactions.clear()
+    await responses.start(run("a"))
+    await responses.cancel("acme", "a")
+    await responses.delete("acme", "a")
+    done = ResponseRow("b", b'{"output":[]}', ())
+    await responses.put(OWNER, done, Append(created.id), only_appends=True)
+    for tenant in ("acme", "bravo"):
+        await responses.put(Owner(tenant), ResponseRow(f"c{tenant}", b"{}", ()))
+    async with database.transaction() as transaction:
+        await transaction.execute("UPDATE responses SET expires_at = 0")
+    database.transactions.pop()
+    assert await responses.sweep() == 2
+    assert len(database.transactions) == 8, "a sweep has a transaction for each tenant"
+    for statements in database.transactions:
+        assert statements[0].startswith("UPDATE stored_bytes")
+    await database.close()
 
 
 async def test_a_former_runner_ends_no_response(
