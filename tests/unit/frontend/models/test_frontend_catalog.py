@@ -25,7 +25,12 @@ from common.errors import (
 )
 from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
-from common.registry.instances import Instance, Snapshot, diff_snapshots
+from common.registry.instances import (
+    CONTINUES_PENALTIES_META_KEY,
+    Instance,
+    Snapshot,
+    diff_snapshots,
+)
 from frontend_svc.models import catalog
 from frontend_svc.models.catalog import (
     CACHED_BUILDS_MAX,
@@ -133,6 +138,19 @@ async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and
     assert [w.id for w in models.workers("a")] == [1, 2]
     assert [w.id for w in models.workers("french")] == [2]
     assert [models.served_as(name) for name in ("a", "french", "x")] == ["a", "a", "x"]
+
+
+async def test_penalties_continue_on_the_workers_of_the_latest_snapshot_that_state_it() -> None:
+    models = Table(A).models
+    able = replace(worker(1, A, "french"), meta={CONTINUES_PENALTIES_META_KEY: "1"})
+    assert not models.continues_penalties("a", None)
+    await follow_and_load(models, snapshot(able))
+    assert models.continues_penalties("a", None)
+    await follow_and_load(models, snapshot(able, worker(2, A)))
+    assert not models.continues_penalties("a", None)
+    found = [models.continues_penalties("a", worker_id) for worker_id in (1, 2, 3)]
+    assert found == [True, False, False]
+    assert models.continues_penalties("french", None), "only the first worker has it"
 
 
 async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> None:
