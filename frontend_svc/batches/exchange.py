@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from common.access.caller import Caller
 from frontend_svc.access.keys import CALLER
 from frontend_svc.edge.asgi import CONNECTION, AsgiApp, Headers, Message, Scope
+from kvmesh.frontend.v1 import frontend_pb2
+
+# Returns the client with a tenant and the id of an API key. Raises Unauthenticated.
+FindCaller: TypeAlias = Callable[[str, str], Caller]
+M = TypeVar("M", frontend_pb2.RunLineResponse, frontend_pb2.RunResponseResponse)
 
 
 class _NoConnection:
@@ -52,6 +57,15 @@ class Exchange:
 
     def header(self, name: bytes) -> str:
         return self._headers.get(name, b"").decode("latin-1")
+
+    def reply(self, kind: Callable[..., M]) -> M:
+        """Returns the response as a message of the batch service's calls."""
+        message = kind(
+            status=self.status, body=self.response, request_id=self.header(b"x-request-id")
+        )
+        if (pause_s := self.retry_after_s()) is not None:
+            message.retry_after_s = pause_s
+        return message
 
     def retry_after_s(self) -> float | None:
         """Returns the pause after which the same request may succeed; None: never."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import grpc.aio
 
-from common.access.caller import Caller
 from common.errors import InvalidRequest
-from frontend_svc.batches.exchange import exchange
+from frontend_svc.batches.exchange import FindCaller, exchange
 from frontend_svc.edge.asgi import BACKGROUND, AsgiApp, Headers
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
 
@@ -20,8 +18,6 @@ LINE_PATHS: Final = (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Returns the client with a tenant and the id of an API key. Raises Unauthenticated.
-FindCaller = Callable[[str, str], Caller]
 
 
 class BatchLineServicer(frontend_pb2_grpc.BatchLineServiceServicer):
@@ -44,11 +40,4 @@ class BatchLineServicer(frontend_pb2_grpc.BatchLineServiceServicer):
         ended = await exchange(
             self._api, request.url, request.body, caller, headers, {BACKGROUND: True}
         )
-        response = frontend_pb2.RunLineResponse(
-            status=ended.status,
-            body=ended.response,
-            request_id=ended.header(b"x-request-id"),
-        )
-        if (pause_s := ended.retry_after_s()) is not None:
-            response.retry_after_s = pause_s
-        return response
+        return ended.reply(frontend_pb2.RunLineResponse)

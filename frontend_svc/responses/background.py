@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc.aio
 import orjson
 
 from common.access.caller import Caller
-from frontend_svc.batches.exchange import exchange
+from frontend_svc.batches.exchange import FindCaller, exchange
 from frontend_svc.edge.asgi import AsgiApp, Headers
 from frontend_svc.generation.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.openai.body.headers import HEADER_PREFIX
@@ -29,8 +29,6 @@ RESPONSES_PATH: Final = "/v1/responses"
 _KEPT_HEADERS: Final = frozenset({*SESSION_HEADERS, b"x-request-id"})
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Returns the client with a tenant and the id of an API key. Raises Unauthenticated.
-FindCaller: TypeAlias = Callable[[str, str], Caller]
 
 
 def write_request(raw: bytes, headers: Headers) -> bytes:
@@ -111,11 +109,4 @@ class BackgroundResponseServicer(frontend_pb2_grpc.BackgroundResponseServiceServ
         raw, headers = read_request(request.request)
         run = BackgroundRun(request.response_id, request.created_at, tuple(request.input_items))
         ended = await exchange(self._make_app(run), RESPONSES_PATH, raw, caller, headers)
-        response = frontend_pb2.RunResponseResponse(
-            status=ended.status,
-            body=ended.response,
-            request_id=ended.header(b"x-request-id"),
-        )
-        if (pause_s := ended.retry_after_s()) is not None:
-            response.retry_after_s = pause_s
-        return response
+        return ended.reply(frontend_pb2.RunResponseResponse)
