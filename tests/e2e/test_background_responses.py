@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 from openai.types.responses import Response
 
 from tests.kit.processes import MODEL, Mesh, mesh_fixture
+from tests.kit.sdk import open_blocking_sdk_client
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -29,14 +31,7 @@ mesh = mesh_fixture(
 )
 
 
-def sdk(mesh: Mesh, url: str = "") -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{url or mesh.url}/v1",
-        api_key="none",
-        max_retries=8,
-        timeout=WAIT_S,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
+sdk = partial(open_blocking_sdk_client, max_retries=8)
 
 
 @pytest.fixture

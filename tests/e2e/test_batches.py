@@ -8,6 +8,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from openai.types import Batch
 from common.api_keys import ApiKey, KeyDocument, Permission, Tenant, hash_of
 from tests.kit.oracle import Oracle
 from tests.kit.processes import MODEL, Mesh, mesh_fixture
+from tests.kit.sdk import open_blocking_sdk_client
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -31,14 +33,7 @@ mesh = mesh_fixture(
 )
 
 
-def sdk(mesh: Mesh, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{mesh.url}/v1",
-        api_key=key,
-        max_retries=8,
-        timeout=WAIT_S,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
+sdk = partial(open_blocking_sdk_client, max_retries=8)
 
 
 @pytest.fixture
@@ -328,7 +323,7 @@ def test_files_and_batches_belong_to_a_tenant_whose_key_runs_the_lines(tmp_path:
         open_to_all = mesh.frontend
         mesh.spawn("frontend", f"--api-keys={keys}").wait_ready().wait_routable()
         open_to_all.kill()
-        with sdk(mesh, texts["acme"]) as acme, sdk(mesh, texts["bravo"]) as bravo:
+        with sdk(mesh, key=texts["acme"]) as acme, sdk(mesh, key=texts["bravo"]) as bravo:
             check_tenants(mesh, acme, bravo)
             check_stored(mesh, acme, bravo)
 

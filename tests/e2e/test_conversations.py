@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import openai
 import pytest
 
 from tests.kit.processes import MODEL, Mesh, mesh_fixture
+from tests.kit.sdk import open_blocking_sdk_client
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -24,14 +26,7 @@ mesh = mesh_fixture(
 )
 
 
-def sdk(mesh: Mesh, url: str = "") -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{url or mesh.url}/v1",
-        api_key="none",
-        max_retries=8,
-        timeout=WAIT_S,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
+sdk = partial(open_blocking_sdk_client, max_retries=8)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from openai.types.responses import Response
 
 from tests.kit.processes import MODEL, Mesh, Service, mesh_fixture
-from tests.kit.waiting import WAIT_S, wait_for
+from tests.kit.sdk import open_blocking_sdk_client
+from tests.kit.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -34,21 +35,11 @@ def complete(mesh: Mesh) -> None:
     )
 
 
-def sdk(mesh: Mesh, url: str = "") -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{url or mesh.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=WAIT_S,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
-
-
 @pytest.fixture
 def clients(mesh: Mesh) -> Iterator[list[openai.OpenAI]]:
     """One for each frontend."""
     with ExitStack() as stack:
-        yield [stack.enter_context(sdk(mesh, url)) for url in mesh.urls]
+        yield [stack.enter_context(open_blocking_sdk_client(mesh, url)) for url in mesh.urls]
 
 
 # Any, here and below: fields of a body, items, events.
@@ -89,13 +80,13 @@ def found(client: openai.OpenAI, response_id: str) -> Response:
 
 
 def test_responses_survive_restarts_of_all_frontends_and_of_the_batch_service(mesh: Mesh) -> None:
-    with sdk(mesh, mesh.urls[0]) as client:
+    with open_blocking_sdk_client(mesh, mesh.urls[0]) as client:
         first = create(client, "My name is Ada.")
         *_, last = create(client, "Go on.", previous_response_id=first.id, stream=True)
     restart(mesh, "frontend")
     restart(mesh, "batch")
     for url in mesh.urls:
-        with sdk(mesh, url) as client:
+        with open_blocking_sdk_client(mesh, url) as client:
             assert found(client, first.id) == first
             again = client.responses.retrieve(last.response.id)
             assert (again.output_text, again.status) == (
