@@ -147,6 +147,8 @@ class Trial:
         first = asyncio.run(run(url, bed.model, load, turns=2, parallel=PARALLEL))
         for picker in pickers:
             picker.kill()
+        # Before the start: else the count may be that of one whose end Envoy has not found.
+        wait_for(lambda: bed.envoy.healthy_pickers() == 0, "Envoy finds that both ended")
         pickers[0] = _start_picker(bed.mesh, ports[0])
         wait_for(lambda: bed.envoy.healthy_pickers() == 1, "Envoy finds the restarted picker only")
         second = asyncio.run(run(url, bed.model, load, turns=2, parallel=PARALLEL))
