@@ -31,6 +31,7 @@ _CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
+        "lora_backend": "torch_native",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "dtype": "float32",

@@ -1,7 +1,7 @@
 """SGLang on a plain CPU: torch's own operators instead of `sgl_kernel`.
 
 SGLang loads this package by its entry points at start; with an accelerator the package is inactive.
-It fits SGLang 0.5.23 only: two of its hooks replace internal functions.
+It fits SGLang 0.5.23 only: its hooks replace internal functions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def declare_torchvision_ops() -> torch.library.Library | None:
 
 
 def register_hooks() -> None:
-    """Replaces two functions that assume an accelerator even if the device is a CPU."""
+    """Replaces functions that assume an accelerator even if the device is a CPU."""
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: TID251
 
+    from sglang_cpu_platform.pinning import ADAPTER_FUNCTIONS, without_pinning
     from sglang_cpu_platform.timing import CpuInterval
 
     HookRegistry.register(
@@ -49,6 +50,8 @@ def register_hooks() -> None:
     HookRegistry.register(
         "sglang.srt.utils.device_timer._TimingInterval", CpuInterval, HookType.REPLACE
     )
+    for name in ADAPTER_FUNCTIONS:
+        HookRegistry.register(name, without_pinning, HookType.AROUND)
 
 
 def _with_plain_indices(original, transfer_backend, class_type):  # type: ignore[no-untyped-def]
