@@ -261,7 +261,8 @@ def _picker_cluster(name: str, addresses: Sequence[str]) -> Json:
         "timeout": "1s",
         "interval": "0.25s",
         "no_traffic_interval": "0.25s",
-        "unhealthy_threshold": 1,
+        # One slow response of a busy picker, while no other runs, would lose requests.
+        "unhealthy_threshold": 3,
         "healthy_threshold": 1,
         "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
     }
