@@ -5,10 +5,12 @@ The stand-ins (`tests/kit/model_server.py`) are no SGLang and no vLLM; those are
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +28,7 @@ from common.request.preprocessed import (
 )
 from common.runtime.config import ConfigError, read_config
 from common.runtime.free_ports import free_ports
-from tests.kit.model_server import MODEL, ModelServer, next_token
+from tests.kit.model_server import CONTEXT_LENGTH, MODEL, ModelServer, next_token
 from tests.kit.processes import Mesh
 from tests.kit.requests import context, preprocessed_request
 from tests.kit.waiting import until, wait_for
@@ -35,11 +37,14 @@ from worker_svc.conformance.checks import all_checks
 from worker_svc.conformance.harness import TimeLimits
 from worker_svc.conformance.report import Verdict, run_checks
 from worker_svc.engines.contract import LLMEngineOutput
+from worker_svc.engines.openai import client
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.engine import ServerEngine
-from worker_svc.servers import read_urls
+from worker_svc.servers import find_addresses, read_urls
 
 APIS: Sequence[Literal["sglang", "vllm"]] = ("sglang", "vllm")
+# For requests whose server hangs, on a busy machine.
+PATIENT_S = 100.0
 PATIENT = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
 
 
@@ -171,6 +176,148 @@ async def test_a_server_that_ends_fails_its_requests_and_may_come_back() -> None
                 assert output.finish_reason is FinishReason.LENGTH
         finally:
             await engine.cleanup()
+
+
+async def test_a_server_that_does_not_respond_has_the_load_of_its_open_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+    with ModelServer("sglang", step_s=0.02) as server:
+        engine = ServerEngine(ServerConfig(server.url))
+        await engine.start(1)
+        try:
+            streams = [engine.generate(preprocessed_request(), context(str(n))) for n in range(2)]
+            await anext(streams[0])
+            server.is_frozen = True
+            steps = engine.loads()[0].engine_step
+            waiting = asyncio.ensure_future(anext(streams[1]))
+            await until(lambda: engine.loads()[0].waiting == 1, "the new request counts")
+            await until(lambda: engine.loads()[0].running == 1, "the load has the old one")
+            # Sleep: the poll fails some times.
+            await asyncio.sleep(0.8)
+            load = engine.loads()[0]
+            assert (load.running, load.waiting) == (1, 1)
+            assert load.engine_step == steps, "a failed poll is no step"
+            server.is_frozen = False
+            await waiting
+            for stream in streams:
+                await stream.aclose()
+            await until(lambda: engine.loads()[0].running == 0, "the load is the server's")
+        finally:
+            await engine.cleanup()
+
+
+async def test_a_server_of_texts_is_awaited_and_states_its_sizes_and_load() -> None:
+    with ModelServer("text", step_s=0.02) as server:
+        server.is_loading = True
+        engine = ServerEngine(ServerConfig(server.url, start_s=0.0))
+        with pytest.raises(Unavailable, match="Loading model"):
+            await engine.start(1)
+        await engine.cleanup()
+        server.is_loading = False
+        engine = ServerEngine(ServerConfig(server.url))
+        config = await engine.start(1)
+        try:
+            assert (config.context_length, config.max_num_seqs) == (CONTEXT_LENGTH, 4)
+            assert config.model_input == "text"
+            body = json.dumps({"model": "x", "prompt": "a", "max_tokens": 200}).encode()
+            stream = engine.generate_pass_through("completion", body, context())
+            await anext(stream)
+            await until(lambda: engine.loads()[0].running == 1, "its load is polled")
+            await stream.aclose()
+            await until(lambda: engine.loads()[0].running == 0, "a closed stream ends")
+        finally:
+            await engine.cleanup()
+
+
+async def test_a_server_that_lists_no_model_needs_its_name() -> None:
+    with ModelServer("text") as server:
+        server.lists_models = False
+        engine = ServerEngine(ServerConfig(server.url))
+        with pytest.raises(InvalidRequest, match="set --server-model"):
+            await engine.start(1)
+        await engine.cleanup()
+        engine = ServerEngine(ServerConfig(server.url, model="mine"))
+        assert (await engine.start(1)).model == "mine"
+        await engine.cleanup()
+
+
+@pytest.mark.parametrize("sends_done", [True, False])
+async def test_counts_reach_the_mesh_and_a_client_that_asked_for_them(sends_done: bool) -> None:
+    with ModelServer("text") as server:
+        server.sends_done = sends_done
+        engine = ServerEngine(ServerConfig(server.url))
+        await engine.start(1)
+        try:
+            for options, has_counts in ((None, False), ({"include_usage": True}, True)):
+                body = {"model": "x", "prompt": "a", "stream": True, "stream_options": options}
+                raw = json.dumps(body).encode()
+                stream = engine.generate_pass_through("completion", raw, context())
+                outputs = [one async for one in stream]
+                last, chunks = outputs[-1], [json.loads(one.chunk_json or b"0") for one in outputs]
+                assert last.finish_reason is FinishReason.LENGTH
+                assert last.completion_usage is not None
+                assert last.completion_usage.completion_tokens == 4
+                assert any(one and one["usage"] for one in chunks) is has_counts
+        finally:
+            await engine.cleanup()
+
+
+class TextServersMesh(Mesh):
+    """A mesh with one worker process for two servers without token ids."""
+
+    def is_complete(self) -> bool:
+        return bool(self.model_names()) and len(self.known_instance_ids("worker")) == 2
+
+
+@pytest.mark.slow
+def test_what_remains_for_bodies_of_clients_when_a_server_hangs_or_ends(tmp_path: Path) -> None:
+    with ModelServer("text", step_s=0.02) as first, ModelServer("text", step_s=0.02) as second:
+        flags = ["--engine=openai", f"--server-urls={first.url},{second.url}", "--canary-idle-s=1"]
+        with TextServersMesh(tmp_path, workers=1, worker_flags=flags) as mesh:
+            url = f"{mesh.url}/v1/completions"
+            body: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 30}
+
+            def post(_: int = 0) -> int:
+                return mesh.http.post(url, json=body, timeout=PATIENT_S).status_code
+
+            def received(server: ModelServer) -> int:
+                return sum("prompt" in one for one in server.bodies)
+
+            wait_for(
+                lambda: post() == 200 and received(first) and received(second),
+                "the worker has observed steps of both, which limit the next ones",
+            )
+            first.is_frozen = True
+            with ThreadPoolExecutor(8) as pool:
+                assert [*pool.map(post, range(8))] == [200] * 8, "they ran at the other one"
+            count = received(first)
+            first.is_frozen = False
+            wait_for(lambda: received(first) > count, "it reads what was sent to it")
+            count = received(first)
+            wait_for(lambda: post() == 200 and received(first) > count, "it is chosen again")
+            long = body | {"max_tokens": 500, "stream": True}
+            with mesh.http.stream("POST", url, json=long) as it:
+                wait_for(lambda: first.running + second.running == 1, "one server computes")
+                loser = first if first.running else second
+                loser.close()
+                events = [line[6:] for line in it.iter_lines() if line.startswith("data: ")]
+            error = json.loads(events[-1])["error"]
+            assert loser.url in error["message"]
+            assert [post() for _ in range(4)] == [200] * 4
+
+
+async def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1")
+    found = [(0, 0, 0, "", (host, 8000)) for host in hosts]
+
+    async def resolve(*_: Any, **__: Any) -> Any:
+        return found
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    assert await find_addresses("http://servers:8000") == [
+        *("http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"),
+    ]
 
 
 class ServersMesh(Mesh):

@@ -1,6 +1,7 @@
-"""A stand-in for an inference server: it speaks SGLang's `/generate` or vLLM's `/v1/completions`.
+"""A stand-in for an inference server: it speaks SGLang's `/generate`, vLLM's `/v1/completions`, or
+("text") OpenAI's chats and completions with the pages of llama-server.
 
-It is no SGLang and no vLLM: it computes each token from all tokens before it, so that a response
+It is none of these servers: it computes each token from all tokens before it, so that a response
 that continues elsewhere has the same tokens, and implements what the adapter calls. The real
 servers are those of tests/adapters.
 
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Self
 
-from tests.kit.waiting import WAIT_S
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 CONTEXT_LENGTH = 2048
@@ -25,6 +27,11 @@ VOCABULARY = 4000
 # Ids below are control tokens.
 FIRST_ID = 10
 MODEL = "stand-in"
+_GENERATE_PATHS = {
+    "sglang": ("/generate",),
+    "vllm": ("/v1/completions",),
+    "text": ("/v1/chat/completions", "/v1/completions"),
+}
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -50,7 +57,7 @@ class ModelServer:
     """One server on a free port, in a thread of its own. step_s: seconds for each token."""
 
     def __init__(
-        self, api: Literal["sglang", "vllm"], *, step_s: float = 0.002, port: int = 0
+        self, api: Literal["sglang", "vllm", "text"], *, step_s: float = 0.002, port: int = 0
     ) -> None:
         self.api = api
         self.step_s = step_s
@@ -58,6 +65,13 @@ class ModelServer:
         self.aborted: list[str] = []
         self.running = 0
         self.loras: dict[str, str] = {}
+        # Whether it neither answers nor computes.
+        self.is_frozen = False
+        # Of "text": whether it loads its model, lists it, ends streams by [DONE], reports its load.
+        self.is_loading = False
+        self.lists_models = True
+        self.sends_done = True
+        self.has_metrics = True
         self._port = port
         self._loop = asyncio.new_event_loop()
         self._is_ready = threading.Event()
@@ -109,19 +123,27 @@ class ModelServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, path, _ = head[0].split(" ")
                 body = await _read_body(reader, head)
+                await self._pause(0)
                 await self._route(writer, method, path, json.loads(body) if body else {})
                 await writer.drain()
         finally:
             writer.transport.abort() if self._ended.is_set() else writer.close()
 
+    async def _pause(self, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        if self.is_frozen:
+            await until(lambda: not self.is_frozen, "it goes on", math.inf, poll_s=0.01)
+
     # Any, here and below: JSON.
     async def _route(
         self, writer: asyncio.StreamWriter, method: str, path: str, body: dict[str, Any]
     ) -> None:
-        generate = {"sglang": "/generate", "vllm": "/v1/completions"}[self.api]
-        if path == generate:
+        if path in _GENERATE_PATHS[self.api]:
             self.bodies.append(body)
-            await self._generate(writer, body)
+            await (self._complete if self.api == "text" else self._generate)(writer, body)
+            return
+        if path == "/health" and self.is_loading:
+            self._write(writer, 503, {"error": {"message": "Loading model"}})
             return
         if (method, path) == ("POST", "/abort_request"):
             self.aborted.append(body["rid"])
@@ -141,6 +163,8 @@ class ModelServer:
         adapters = [{"id": name, "parent": MODEL, "root": at} for name, at in self.loras.items()]
         owner = {"owned_by": self.api}
         pages: dict[str, Any] = {"/v1/models": {"data": [base | owner, *adapters]}}
+        if self.api == "text":
+            return self._text_pages()
         if self.api == "vllm":
             text = f'vllm:num_requests_running{{model="x"}} {self.running}.0\n'
             text += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1.0\n'
@@ -156,6 +180,18 @@ class ModelServer:
             "/server_info": {"version": "0.0", "page_size": 16, "max_total_num_tokens": 8192},
             "/v1/loads": {"loads": [load]},
         }
+
+    def _text_pages(self) -> Mapping[str, Any]:
+        model = {"id": MODEL, "owned_by": "llamacpp", "meta": {"n_ctx_train": 4 * CONTEXT_LENGTH}}
+        found: dict[str, Any] = {"/v1/models": {"data": [model] if self.lists_models else []}}
+        found["/props"] = {
+            "default_generation_settings": {"n_ctx": CONTEXT_LENGTH},
+            "total_slots": 4,
+        }
+        if self.has_metrics:
+            text = f"llamacpp:requests_processing {self.running}\n"
+            found["/metrics"] = text + "llamacpp:requests_deferred 0\nllamacpp:n_decode_total 5\n"
+        return found
 
     def _write(self, writer: asyncio.StreamWriter, status: int, content: Any) -> None:
         raw = content.encode() if isinstance(content, str) else json.dumps(content).encode()
@@ -176,7 +212,7 @@ class ModelServer:
         try:
             # Ends: at the limit of the request, or when its client disconnects.
             while True:
-                await asyncio.sleep(self.step_s)
+                await self._pause(self.step_s)
                 output.append(next_token([*prompt, *output]))
                 is_stop = output[-1] in stops and len(output) > least
                 is_end = is_stop or len(output) == limit
@@ -193,6 +229,29 @@ class ModelServer:
             usage = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
             self._event(writer, {"choices": [], "usage": usage})
         writer.write(b"data: [DONE]\n\n")
+
+    async def _complete(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        """Streams OpenAI chunks, one number for each token."""
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"connection: close\r\n\r\n")
+        self.running += 1
+        limit = body.get("max_tokens", 4)
+        try:
+            for at in range(limit):
+                await self._pause(self.step_s)
+                reason = "length" if at + 1 == limit else None
+                choice = {"index": 0, "delta": {"content": f"{at} "}, "finish_reason": reason}
+                self._event(writer, {"model": MODEL, "choices": [choice], "usage": None})
+                await writer.drain()
+                if writer.transport.is_closing():
+                    return
+        finally:
+            self.running -= 1
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": 3, "completion_tokens": limit, "total_tokens": 3 + limit}
+            self._event(writer, {"model": MODEL, "choices": [], "usage": usage})
+        if self.sends_done:
+            writer.write(b"data: [DONE]\n\n")
 
     def _event(self, writer: asyncio.StreamWriter, content: Any) -> None:
         writer.write(b"data: " + json.dumps(content).encode() + b"\n\n")

@@ -16,6 +16,7 @@ from common.errors import (
     MeshError,
     Overloaded,
     Unavailable,
+    Unimplemented,
     WorkerLost,
 )
 from worker_svc.engines.openai.config import ServerConfig
@@ -99,11 +100,12 @@ class ServerClient:
         return response.content
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """Yields the data of each server-sent event, up to [DONE].
+        """Yields the data of each server-sent event, up to [DONE] or the end of the response.
 
         Closing the generator closes the connection, at which servers abort the request. There is
-        no limit for the pause between events: a request may wait in the server's queue.
-        Raises the errors of `error_of`, and WorkerLost if the stream ends without [DONE].
+        no limit for the pause between events: a request may wait in the server's queue. Not every
+        server sends [DONE], so the caller decides whether the response is complete.
+        Raises the errors of `error_of`, and WorkerLost if the connection breaks.
         """
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S, pool=POOL_TIMEOUT_S)
         headers = {"content-type": "application/json"}
@@ -124,7 +126,6 @@ class ServerClient:
             raise Overloaded(1.0, text) from error
         except httpx.HTTPError as error:
             raise self._lost(error) from error
-        raise WorkerLost(f"{self.url} ended a stream before its end", retryable=True)
 
     def _lost(self, error: Exception) -> WorkerLost:
         reason = str(error) or type(error).__name__
@@ -159,6 +160,8 @@ def error_of(status: int, content: bytes, url: str, headers: Mapping[str, str]) 
         return Unavailable(text, _retry_after_s(headers))
     if status in (400, 404, 413, 422):
         return InvalidRequest(_error_text(content))
+    if status == 501:
+        return Unimplemented(text)
     return WorkerLost(text, retryable=True)
 
 
@@ -168,13 +171,14 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _error_text(content: bytes) -> str:
-    """Returns the message of an OpenAI error, or the start of the content."""
+    """Returns the message of an error, or the start of the content. Servers of FastAPI have it in
+    `detail`."""
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:
         found = None
     if isinstance(found, dict):
-        error = found.get("error", found)
+        error = found.get("error") or found.get("detail") or found
         message = error.get("message") if isinstance(error, dict) else error
         if isinstance(message, str):
             return message[:ERROR_CHARS_MAX]

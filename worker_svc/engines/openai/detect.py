@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import httpx
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import InvalidRequest, Unsupported
 from common.rpc.channel import join_address
 from worker_svc.engines.model_folder import find_missing_files, read_eos_token_ids
-from worker_svc.engines.openai.client import ServerClient
+from worker_svc.engines.openai.client import ServerClient, error_of
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.facts import KvAddresses, ServerFacts
+from worker_svc.engines.openai.load import read_metrics
 from worker_svc.engines.sglang.sampling import EngineProperties
 from worker_svc.engines.sglang.server_args import model_kv_index
 
@@ -44,15 +46,7 @@ async def read_server(client: ServerClient, config: ServerConfig) -> ServerFacts
             raise InvalidRequest(f"{client.url} has no /model_info of SGLang", "server_api")
     if config.api == "vllm" or (config.api is None and model.get("owned_by") == "vllm"):
         return await _read_vllm(client, config, model, listed)
-    meta = model.get("meta")
-    length = (meta or {}).get("n_ctx_train") if isinstance(meta, dict) else None
-    return ServerFacts(
-        api="text",
-        model=model["id"],
-        context_length=model.get("max_model_len") or length,
-        kv_off_reason="the server takes no token ids",
-        no_index_reason="the server takes no token ids",
-    )
+    return await _read_text_server(client, config, model)
 
 
 async def find_address(url: str) -> str:
@@ -69,14 +63,19 @@ async def find_address(url: str) -> str:
 
 
 def _choose_model(listed: Sequence[Json], config: ServerConfig, url: str) -> Json:
+    """Returns the entry of the model. A server that lists none is trusted to have the configured
+    one: some list only what they have loaded before."""
+    if config.model and not listed:
+        return {"id": config.model}
     bases = [one for one in listed if not one.get("parent")]
     for one in bases:
         if config.model in (None, one["id"]):
             return one
-    names = ", ".join(one["id"] for one in bases) or "none"
-    raise InvalidRequest(
-        f"{url} lists no model {config.model!r}; it lists: {names}", "server_model"
-    )
+    if not bases:
+        raise InvalidRequest(f"{url} lists no model: set --server-model", "server_model")
+    names = ", ".join(one["id"] for one in bases)
+    text = f"{url} lists no model {config.model!r}; it lists: {names}"
+    raise InvalidRequest(text, "server_model")
 
 
 def _adapters(listed: Sequence[Json]) -> frozenset[str]:
@@ -87,6 +86,39 @@ async def read_adapters(client: ServerClient) -> frozenset[str]:
     """Returns the LoRA adapters that the server lists."""
     models = await client.get_json("/v1/models") or {}
     return _adapters([one for one in models.get("data") or () if isinstance(one, dict)])
+
+
+async def _read_text_server(client: ServerClient, config: ServerConfig, model: Json) -> ServerFacts:
+    """Raises Unavailable while the server loads its model, which llama-server lists before."""
+    if (health := await client.get("/health")).status_code == 503:
+        raise error_of(503, health.content, client.url, health.headers)
+    meta = model.get("meta")
+    trained = meta.get("n_ctx_train") if isinstance(meta, dict) else None
+    version, context, slots = "", model.get("max_model_len") or trained, None
+    if model.get("owned_by") == "llamacpp":
+        properties = await client.get_json("/props") or {}
+        settings = properties.get("default_generation_settings") or {}
+        version = properties.get("build_info") or ""
+        context, slots = settings.get("n_ctx") or context, properties.get("total_slots")
+    return ServerFacts(
+        api="text",
+        model=model["id"],
+        version=str(version),
+        context_length=config.context_length or context,
+        max_num_seqs=slots,
+        kv_off_reason="the server takes no token ids",
+        no_index_reason="the server takes no token ids",
+        has_load=_has_load(await client.get("/metrics")),
+    )
+
+
+def _has_load(metrics: httpx.Response) -> bool:
+    if metrics.status_code != 200:
+        return False
+    try:
+        return bool(read_metrics(metrics.text))
+    except ValueError:  # it is no text of Prometheus
+        return False
 
 
 async def _read_sglang(
@@ -200,7 +232,7 @@ async def _read_vllm(
         kv_addresses=addresses,
         kv_off_reason=off_reason,
         no_index_reason=model_kv_index(is_hybrid=_is_hybrid(folder), is_speculative=False)[1],
-        has_load=metrics.status_code == 200,
+        has_load=_has_load(metrics),
     )
 
 

@@ -11,8 +11,9 @@ of clients unchanged (pass-through). Facts that shape this file:
 - A server that restarts keeps its URL. Requests fail at once and continue on other workers, the
   worker's probe fails until the server is back, and the reader of KV events notices the empty
   cache. A server that comes back with another model ends the worker: its card is no longer true.
-- The load is the server's own, polled; requests of this adapter that the poll has not seen yet
-  count too.
+- The load is the server's own, polled; requests that this adapter has sent since count as waiting.
+  While the server does not respond to the poll, its load is the requests of this adapter, so that a
+  hung server is noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
 import structlog
@@ -52,7 +53,7 @@ from worker_svc.engines.openai.client import ServerClient
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.detect import find_address, read_adapters, read_server
 from worker_svc.engines.openai.facts import KvAddresses, ServerFacts, TokenApi, TokenStream
-from worker_svc.engines.openai.load import ServerLoad, read_sglang_loads, read_vllm_metrics
+from worker_svc.engines.openai.load import ServerLoad, read_metrics, read_sglang_loads
 from worker_svc.engines.openai.pass_through import PassThroughStream
 from worker_svc.engines.openai.sglang_api import SglangApi
 from worker_svc.engines.openai.vllm_api import VllmApi
@@ -66,6 +67,9 @@ LOAD_INTERVAL_S: Final = 0.25
 MODEL_INTERVAL_S: Final = 5.0
 # Between two attempts to reach a server that starts.
 START_INTERVAL_S: Final = 0.5
+
+# What a server has sent; None: the request is stopped.
+_Queue: TypeAlias = asyncio.Queue[LLMEngineOutput | Exception | None]
 
 log = structlog.get_logger()
 
@@ -97,9 +101,16 @@ class ServerEngine:
         self._is_closed = False
         self._tasks: list[asyncio.Task[Any]] = []
         self._aborts: set[asyncio.Task[None]] = set()
+        # What the generators of open requests read.
+        self._queues: set[_Queue] = set()
         self._failure: asyncio.Future[WorkerLost] | None = None
+        # Of the last response to the poll; whether the last poll had one.
         self._server_loads: Sequence[ServerLoad] = ()
-        # Rank -> open requests, and those of them that have output.
+        self._is_load_current = False
+        # Rank -> requests since start; those of them before the last poll with a response; open
+        # ones; those of them that have output.
+        self._sent: Counter[int] = Counter()
+        self._polled: Counter[int] = Counter()
         self._open: Counter[int] = Counter()
         self._with_output: Counter[int] = Counter()
         self._chunks: Counter[int] = Counter()
@@ -251,6 +262,7 @@ class ServerEngine:
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         self.counters["accepted"] += 1
         outcome, has_output = "closed", False
+        self._sent[rank] += 1
         self._open[rank] += 1
         try:
             async with aclosing(self._outputs(call, ctx)) as outputs:
@@ -279,7 +291,8 @@ class ServerEngine:
             yield chunk.cancelled().with_usage(call.usage())
             return
         # What the server has sent and the reader of this generator has not taken; None: the stop.
-        queue: asyncio.Queue[LLMEngineOutput | Exception | None] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
+        self._queues.add(queue)
         ctx.call_on_stop(lambda: queue.put_nowait(None))
         reader = asyncio.create_task(self._read(call, queue.put_nowait), name="server stream")
         has_ended = False
@@ -297,6 +310,7 @@ class ServerEngine:
                 if has_ended:
                     return
         finally:
+            self._queues.discard(queue)
             reader.cancel()
             if not has_ended and call.rid:
                 self._abort_at_server(call.rid)
@@ -319,7 +333,7 @@ class ServerEngine:
             put(last)
         except MeshError as error:
             put(error)
-        except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             put(self._malformed(error))
 
     def _malformed(self, error: Exception) -> WorkerLost:
@@ -352,6 +366,8 @@ class ServerEngine:
         if self._is_closed:
             return
         self._is_closed = True
+        for queue in self._queues:
+            queue.put_nowait(WorkerLost("the adapter was shut down", retryable=True))
         for task in (*self._tasks, *self._aborts):
             task.cancel()
         if pending := (*self._tasks, *self._aborts):
@@ -373,25 +389,30 @@ class ServerEngine:
             self._spawn(KvEventReader(rank, self._endpoints, sink).run(), f"kv events {rank}")
 
     def loads(self) -> Sequence[Load]:
-        """Returns the load of each rank: the server's, at most LOAD_INTERVAL_S old, or without it
-        the requests of this adapter."""
+        """Returns the load of each rank: the server's, at most LOAD_INTERVAL_S old, and the
+        requests sent since; without it the requests of this adapter."""
         total = self._facts.total_kv_tokens
         block_size = self.config.block_size
-        return [
-            Load(
-                engine_step=self._chunks[rank] + load.progress,
-                running=load.running if self._facts.has_load else self._with_output[rank],
-                waiting=load.waiting
-                if self._facts.has_load
-                else self._open[rank] - self._with_output[rank],
-                waiting_tokens=load.waiting_tokens,
-                kv_used_blocks=-(-load.used_tokens // block_size),
-                kv_total_blocks=total // block_size or None if total else None,
-                dp_rank=rank,
-                prefill_tokens=load.prefill_tokens or 0,
+        loads = []
+        for rank, load in enumerate(self._ranks()):
+            running = self._with_output[rank]
+            waiting = self._open[rank] - running
+            if self._is_load_current:
+                unseen = min(self._sent[rank] - self._polled[rank], waiting)
+                running, waiting = load.running, load.waiting + unseen
+            loads.append(
+                Load(
+                    engine_step=self._chunks[rank] + load.progress,
+                    running=running,
+                    waiting=waiting,
+                    waiting_tokens=load.waiting_tokens,
+                    kv_used_blocks=-(-load.used_tokens // block_size),
+                    kv_total_blocks=total // block_size or None if total else None,
+                    dp_rank=rank,
+                    prefill_tokens=load.prefill_tokens or 0,
+                )
             )
-            for rank, load in enumerate(self._ranks())
-        ]
+        return loads
 
     def _ranks(self) -> Sequence[ServerLoad]:
         ranks = self._facts.properties.dp_size
@@ -400,12 +421,21 @@ class ServerEngine:
     async def _read_loads(self) -> None:
         if not self._facts.has_load:
             return
+        sent, is_current = self._sent.copy(), False
+        try:
+            self._server_loads = await self._fetch_loads()
+            self._polled, is_current = sent, True
+        finally:
+            self._is_load_current = is_current
+
+    async def _fetch_loads(self) -> Sequence[ServerLoad]:
+        """Raises the errors of the client, LookupError and ValueError for what is no load."""
         if self._facts.api == "sglang":
-            if (raw := await self._client.get_json("/v1/loads")) is not None:
-                self._server_loads = read_sglang_loads(raw)
-        else:
-            text = (await self._client.get("/metrics")).text
-            self._server_loads = read_vllm_metrics(text, self._facts.total_kv_tokens)
+            return read_sglang_loads(await self._client.get_json("/v1/loads") or {})
+        text = (await self._client.get("/metrics")).text
+        if not (loads := read_metrics(text, self._facts.total_kv_tokens)):
+            raise ValueError(f"{self._client.url} reports no load in /metrics")
+        return loads
 
     async def _check_model(self) -> None:
         """Compares the model with that of the start, which the card describes."""
@@ -420,8 +450,7 @@ class ServerEngine:
                 self._failure.set_result(WorkerLost(text, retryable=True))
 
     async def _poll(self, read: Callable[[], Awaitable[None]], interval_s: float) -> None:
-        """Reads again and again; after a failure the loads are those of an idle server until the
-        next read."""
+        """Reads again and again; only the first failure in a row is logged."""
         was_lost = False
         while True:
             await asyncio.sleep(interval_s)
@@ -432,7 +461,6 @@ class ServerEngine:
                 if not was_lost:
                     was_lost = True
                     log.warning("server_poll_failed", url=self._client.url, error=str(error))
-                self._server_loads = ()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
-
-# Names of vLLM's gauges; older versions have the second one.
-_KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-_COMPUTED = ("vllm:prompt_tokens", "vllm:generation_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +19,35 @@ class ServerLoad:
     used_tokens: int = 0
     prefill_tokens: int | None = None
     progress: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """Names of one kind of server, without `_total`.
+
+    usage: share of the KV cache, older versions have the second name. computed: counters of work.
+    """
+
+    running: str
+    waiting: str
+    computed: Sequence[str]
+    usage: Sequence[str] = ()
+
+
+_KNOWN: Final = (
+    _Metrics(
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        ("vllm:prompt_tokens", "vllm:generation_tokens"),
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    ),
+    # llama-server with --metrics. Its counters of tokens grow at the end of a request only.
+    _Metrics(
+        "llamacpp:requests_processing",
+        "llamacpp:requests_deferred",
+        ("llamacpp:n_decode",),
+    ),
+)
 
 
 # Any: JSON.
@@ -43,8 +67,9 @@ def read_sglang_loads(raw: Mapping[str, Any]) -> Sequence[ServerLoad]:
     ]
 
 
-def read_vllm_metrics(text: str, total_kv_tokens: int | None) -> Sequence[ServerLoad]:
-    """Returns the load of `/metrics`: of all engines of the server together."""
+def read_metrics(text: str, total_kv_tokens: int | None = None) -> Sequence[ServerLoad]:
+    """Returns the load of `/metrics`, of all engines of the server together; empty if no known
+    server has these metrics."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -52,12 +77,15 @@ def read_vllm_metrics(text: str, total_kv_tokens: int | None) -> Sequence[Server
                 continue
             name = sample.name.removesuffix("_total")
             values[name] = values.get(name, 0.0) + sample.value
-    usage = next((values[name] for name in _KV_USAGE if name in values), 0.0)
-    return [
-        ServerLoad(
-            running=int(values.get(_RUNNING, 0)),
-            waiting=int(values.get(_WAITING, 0)),
-            used_tokens=int(usage * (total_kv_tokens or 0)),
-            progress=int(sum(values.get(name, 0.0) for name in _COMPUTED)),
-        )
-    ]
+    for names in _KNOWN:
+        if names.running in values:
+            usage = next((values[name] for name in names.usage if name in values), 0.0)
+            return [
+                ServerLoad(
+                    running=int(values[names.running]),
+                    waiting=int(values.get(names.waiting, 0)),
+                    used_tokens=int(usage * (total_kv_tokens or 0)),
+                    progress=int(sum(values.get(name, 0.0) for name in names.computed)),
+                )
+            ]
+    return []

@@ -29,10 +29,19 @@ class PassThroughStream:
     rid = ""
 
     # Any: JSON.
-    def __init__(self, path: str, body: Mapping[str, Any], *, is_probe: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        is_probe: bool = False,
+        hides_usage: bool = False,
+    ) -> None:
+        """hides_usage: whether a chunk with nothing but the counts is not for the client."""
         self.path = path
         self.body = body
         self._is_probe = is_probe
+        self._hides_usage = hides_usage
         self._has_token = False
         self._finish: FinishReason | None = None
         self._usage: CompletionUsage | None = None
@@ -41,6 +50,7 @@ class PassThroughStream:
     def of_body(cls, kind: str, raw: bytes, model: str) -> PassThroughStream:
         """Returns the call for the body of a client, with the server's name of the model.
 
+        It always requests the counts of tokens, which are those of the client's usage.
         Raises InvalidRequest for a body that is no JSON object, or an unknown kind.
         """
         body = load_json_text(raw, "body")
@@ -50,10 +60,14 @@ class PassThroughStream:
             raise InvalidRequest(f"kind must be chat or completion, not {kind!r}", "kind")
         for name in _OWN_FIELDS:
             body.pop(name, None)
-        if not body.get("stream"):
-            # The frontend joins the chunks for a client that did not ask for a stream.
-            body["stream_options"] = {"include_usage": True}
-        return cls(_PATHS[kind], {**body, "model": model, "stream": True})
+        # The frontend joins the chunks for a client that did not ask for a stream.
+        options = body.get("stream_options") if body.get("stream") else None
+        hides_usage = bool(body.get("stream"))
+        if isinstance(options, dict | None):
+            hides_usage = hides_usage and not (options or {}).get("include_usage")
+            body["stream_options"] = {**(options or {}), "include_usage": True}
+        sent = {**body, "model": model, "stream": True}
+        return cls(_PATHS[kind], sent, hides_usage=hides_usage)
 
     @classmethod
     def probe(cls, model: str) -> PassThroughStream:
@@ -65,17 +79,19 @@ class PassThroughStream:
     def convert(self, data: bytes) -> LLMEngineOutput | None:
         """Returns the chunk. Raises MeshError if it is an error."""
         raw = orjson.loads(data)
-        if "error" in raw:
+        if raw.get("error"):
             raise _stream_error(raw["error"])
-        for choice in raw.get("choices") or ():
+        choices = raw.get("choices") or ()
+        for choice in choices:
             if reason := choice.get("finish_reason"):
                 self._finish = _finish_reason(reason)
         if counts := raw.get("usage"):
             prompt, completion = counts.get("prompt_tokens"), counts.get("completion_tokens")
             self._usage = usage(min(prompt or 0, _U32), min(completion or 0, _U32))
         if not self._is_probe:
-            return LLMEngineOutput(chunk_json=data)
-        if self._has_token or not raw.get("choices"):
+            is_hidden = self._hides_usage and counts and not choices
+            return None if is_hidden else LLMEngineOutput(chunk_json=data)
+        if self._has_token or not choices:
             return None
         self._has_token = True
         # A probe gets one token; its id has no meaning here.
