@@ -87,6 +87,8 @@ class WorkerConfig(ServiceConfig):
     """Tokens per KV block: the page size of the engine."""
     total_kv_blocks: PositiveInt = 16384
     """KV blocks of the sim. Lower it to cause evictions."""
+    host_kv_blocks: NonNegativeInt = 0
+    """KV blocks that the sim keeps on its host when the device evicts them. 0: none."""
     max_num_seqs: PositiveInt = 256
     """Maximum of requests that the sim computes at once."""
     max_num_batched_tokens: PositiveInt = 8192

@@ -51,6 +51,7 @@ def _build_sim_engine(config: WorkerConfig) -> LLMEngine:
             context_length=config.context_length,
             block_size=config.block_size,
             total_kv_blocks=config.total_kv_blocks,
+            host_kv_blocks=config.host_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.requests_max,

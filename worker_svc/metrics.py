@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from common.kv.load import Load
 from common.service.state_metrics import Reading, StateCollector, counter, gauge
 from worker_svc.serving.runner import Runner
+from worker_svc.serving.usage_details import CACHED, DRAFTS
 
 PREFIX = "kvmesh_worker"
 # Outcomes of requests, and the runner's other counters.
@@ -39,6 +40,12 @@ def read_runner(runner: Runner) -> Iterator[Reading]:
     yield counter("canaries", "Probes of an idle engine, by result", probes, label="result")
     loads = {"ok": counters["adapters_placed"], "failed": counters["adapters_failed"]}
     yield counter("adapter_loads", "Loads of placed adapters, by result", loads, label="result")
+    cached = {tier: counters[f"cached_tokens_{tier}"] for tier in CACHED}
+    text = "Prompt tokens of ended requests that were in the KV cache, by tier"
+    yield counter("cached_tokens", text, cached, label="tier")
+    drafts = {result: counters[f"draft_tokens_{result}"] for result in DRAFTS}
+    text = "Drafted tokens of speculative decoding in ended requests, by result"
+    yield counter("draft_tokens", text, drafts, label="result")
     text = "Legs of requests that failed because of their handoff, by reason"
     failures = {reason.lower(): count for reason, count in runner.handoff_failures.items()}
     yield counter("handoff_failures", text, failures, label="reason")

@@ -131,6 +131,10 @@ def _outcome_fields(outcome: RequestOutcome) -> dict[str, object]:
         fields["finish_reason"] = outcome.finish_reason.value
     if details is not None and details.cached_tokens is not None:
         fields["cached_tokens"] = details.cached_tokens
+        if details.host_cached_tokens is not None:
+            fields["host_cached_tokens"] = details.host_cached_tokens
+        if details.disk_cached_tokens is not None:
+            fields["disk_cached_tokens"] = details.disk_cached_tokens
     if outcome.placed is not None:
         fields["predicted_cached_tokens"] = outcome.placed.predicted_cached_tokens
         fields["routing"] = list(outcome.placed.reasons)

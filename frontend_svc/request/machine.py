@@ -46,12 +46,14 @@ from common.errors import (
 )
 from common.request.placement import Decision, Placement
 from common.request.preprocessed import (
+    CompletionTokensDetails,
     CompletionUsage,
     FinishReason,
     PrefillResult,
     PromptTokensDetails,
     TokenLogprob,
     TraceLink,
+    sum_completion_details,
     usage,
 )
 from common.request.token_stream import LegChanges, LegRequest, Terminal
@@ -143,8 +145,11 @@ class RequestMachine:
         # None: the request has never waited.
         self._worker_wait: WorkerWait | None = None
         self._worker_ids: list[int] = []
-        self._cached_tokens: int | None = None
-        self._decode_cached_tokens: int | None = None
+        # Of the prompt: by the leg that computed it, and by decode.
+        self._prompt_details: PromptTokensDetails | None = None
+        self._decode_prompt_details: PromptTokensDetails | None = None
+        # Of the response, over the legs that have ended.
+        self._completion_details: CompletionTokensDetails | None = None
         # Span that the next leg links to: of prefill, or of the failed leg.
         self._linked_span_id = ""
 
@@ -233,7 +238,7 @@ class RequestMachine:
     def _leg_reporting_usage(self) -> Leg | None:
         """Returns the leg expected to report `cached_tokens`, or None."""
         leg = self._prefill_leg or self._main_leg
-        if leg is None or self.plan.body is not None or self._cached_tokens is not None:
+        if leg is None or self.plan.body is not None or self._prompt_details is not None:
             return None
         return leg if leg.is_accepted and leg.phase != "decode" else None
 
@@ -343,8 +348,12 @@ class RequestMachine:
         if self.plan.body is not None:
             self._engine_usage = terminal.usage
         # The leg that computed the prompt reports it; of several attempts, the first counts.
-        if self._cached_tokens is None and leg.phase != "decode":
-            self._cached_tokens = _cached_tokens(terminal)
+        if self._prompt_details is None and leg.phase != "decode":
+            self._prompt_details = _prompt_details(terminal)
+        if terminal.usage is not None:
+            self._completion_details = sum_completion_details(
+                (self._completion_details, terminal.usage.completion_tokens_details)
+            )
         leg.is_live = False
         if self._pending_finish_reason is not None:
             self._finish(self._pending_finish_reason, None)
@@ -354,9 +363,9 @@ class RequestMachine:
             self._finish(FinishReason.CANCELLED, cancelled)
         elif leg is self._prefill_leg:
             self._prefill_ended(leg, terminal)
-        elif self._prefill_leg is not None and self._cached_tokens is None:
+        elif self._prefill_leg is not None and self._prompt_details is None:
             self._main_leg = None
-            self._decode_cached_tokens = _cached_tokens(terminal)
+            self._decode_prompt_details = _prompt_details(terminal)
             self._await_usage(terminal.finish_reason)
         else:
             self._finish(terminal.finish_reason, None)
@@ -608,14 +617,14 @@ class RequestMachine:
         if self._engine_usage is not None:
             return self._engine_usage
         counts = usage(len(self.plan.request.token_ids), len(self.generated))
-        cached_tokens = (
-            self._decode_cached_tokens if self._cached_tokens is None else self._cached_tokens
-        )
-        if cached_tokens is None:
-            return counts
+        details = self._prompt_details or self._decode_prompt_details
         # After a migration the worker's prompt included generated tokens.
-        details = PromptTokensDetails(cached_tokens=min(cached_tokens, counts.prompt_tokens))
-        return replace(counts, prompt_tokens_details=details)
+        prompt = None if details is None else details.at_most(counts.prompt_tokens)
+        return replace(
+            counts,
+            prompt_tokens_details=prompt,
+            completion_tokens_details=self._completion_details,
+        )
 
 
 def _cannot_continue(blockers: str) -> str:
@@ -639,6 +648,7 @@ def _prefill_only(placed: Decision) -> Decision:
     )
 
 
-def _cached_tokens(terminal: Terminal) -> int | None:
+def _prompt_details(terminal: Terminal) -> PromptTokensDetails | None:
+    """Returns the details of the prompt if they have its cached tokens."""
     details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
-    return None if details is None else details.cached_tokens
+    return None if details is None or details.cached_tokens is None else details

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from common.errors import MeshError, RequestCancelled
 from common.request.preprocessed import (
-    CompletionTokensDetails,
     CompletionUsage,
-    PromptTokensDetails,
+    sum_completion_details,
+    sum_prompt_details,
 )
 from frontend_svc.request.types import RequestOutcome
 
@@ -41,20 +41,10 @@ def _sum_usage(usages: Sequence[CompletionUsage], choices_per_prompt: int) -> Co
     prompts = usages[::choices_per_prompt]
     prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
-    cached = [
-        prompt.prompt_tokens_details.cached_tokens
-        if prompt.prompt_tokens_details is not None
-        else None
-        for prompt in prompts
-    ]
-    reported = [count for count in cached if count is not None]
-    details = PromptTokensDetails(cached_tokens=sum(reported))
-    counts = [usage.completion_tokens_details for usage in usages]
-    reasoning = [count.reasoning_tokens or 0 for count in counts if count is not None]
     return CompletionUsage(
         prompt_tokens,
         completion_tokens,
         prompt_tokens + completion_tokens,
-        details if len(reported) == len(cached) else None,
-        CompletionTokensDetails(reasoning_tokens=sum(reasoning)) if reasoning else None,
+        sum_prompt_details([prompt.prompt_tokens_details for prompt in prompts]),
+        sum_completion_details(usage.completion_tokens_details for usage in usages),
     )

@@ -233,7 +233,8 @@ class Choice:
         """Returns the counts without the tokens after a stop string. The reasoning's include its
         first marker."""
         if self._parser is not None and self._parser.has_reasoning:
-            details = CompletionTokensDetails(reasoning_tokens=self._reasoning_tokens)
+            details = usage.completion_tokens_details or CompletionTokensDetails()
+            details = replace(details, reasoning_tokens=self._reasoning_tokens)
             usage = replace(usage, completion_tokens_details=details)
         if self._text.matched_stop is None:
             return usage

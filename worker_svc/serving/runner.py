@@ -61,6 +61,7 @@ from worker_svc.engines.contract import (
 from worker_svc.engines.handoff import FAILURES as HANDOFF_FAILURES
 from worker_svc.serving.request_watch import PREPARATION_S, RequestWatch, WatchedRequest
 from worker_svc.serving.step_limit import StepLimits, StepLimitSettings
+from worker_svc.serving.usage_details import count_details
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # Time for an engine to end an aborted request before its generator is closed.
@@ -398,6 +399,9 @@ class Runner:
         assert terminal is not None, "the rules require one"
         if terminal.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the engine failed: {terminal.error or 'no message'}")
+        if terminal.completion_usage is not None:
+            has_prompt = active_request.leg_request.phase != "decode"
+            count_details(self.counters, terminal.completion_usage, has_prompt=has_prompt)
         return _with_prefill_details(terminal, active_request.leg_request.request)
 
     async def _check_constraint(self, active_request: _ActiveRequest) -> None:

@@ -20,6 +20,7 @@ from common.request.preprocessed.request import option_names, unsupported_fields
 from common.request.preprocessed.request import unsupported_options
 from common.request.preprocessed.response import CompletionTokensDetails, CompletionUsage
 from common.request.preprocessed.response import FinishReason, PrefillResult, PromptTokensDetails
+from common.request.preprocessed.response import sum_completion_details, sum_prompt_details
 from common.request.preprocessed.response import TokenLogprob, TopLogprob, TraceLink, usage
 from common.request.preprocessed.routing import AgentContext, RouterConfigOverride, RouterParams
 from common.request.preprocessed.routing import RoutingConstraints, RoutingHints, SessionAction

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal
 
@@ -67,8 +68,27 @@ class PromptTokensDetails:
     """Breakdown of the prompt tokens; None: not reported."""
 
     cached_tokens: U32 | None = None
+    """On any tier."""
+
     audio_tokens: U32 | None = None
     cache_write_tokens: U32 | None = None
+    host_cached_tokens: U32 | None = None
+    """Those of `cached_tokens` that were on the host, not on the device."""
+
+    disk_cached_tokens: U32 | None = None
+    """Those of `cached_tokens` that were on disk or in shared storage only."""
+
+    def at_most(self, tokens: int) -> PromptTokensDetails:
+        """Returns the cached tokens, each count at most `tokens`; nothing else."""
+
+        def bounded(count: int | None) -> int | None:
+            return None if count is None else min(count, tokens)
+
+        return PromptTokensDetails(
+            cached_tokens=bounded(self.cached_tokens),
+            host_cached_tokens=bounded(self.host_cached_tokens),
+            disk_cached_tokens=bounded(self.disk_cached_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +110,40 @@ class CompletionUsage:
     total_tokens: U32
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
+
+
+def sum_prompt_details(
+    parts: Sequence[PromptTokensDetails | None],
+) -> PromptTokensDetails | None:
+    """Returns the sums of counts that all parts report; None without cached tokens."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+
+    def total(name: str) -> int | None:
+        counts = [getattr(part, name) for part in known]
+        return None if None in counts else sum(counts)
+
+    names = ("cached_tokens", "host_cached_tokens", "disk_cached_tokens")
+    details = PromptTokensDetails(**{name: total(name) for name in names})
+    return None if details.cached_tokens is None else details
+
+
+def sum_completion_details(
+    parts: Iterable[CompletionTokensDetails | None],
+) -> CompletionTokensDetails | None:
+    """Returns the sums of the counts that parts report; None without any."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+
+    def total(name: str) -> int | None:
+        counts = [getattr(part, name) for part in known]
+        reported = [count for count in counts if count is not None]
+        return sum(reported) if reported else None
+
+    names = [one.name for one in fields(CompletionTokensDetails)]
+    return CompletionTokensDetails(**{name: total(name) for name in names})
 
 
 def usage(prompt: int, completion: int) -> CompletionUsage:

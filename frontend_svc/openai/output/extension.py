@@ -16,7 +16,11 @@ import orjson
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.placement import Decision
-from common.request.preprocessed import CompletionUsage, PreprocessedRequest
+from common.request.preprocessed import (
+    CompletionUsage,
+    PreprocessedRequest,
+    PromptTokensDetails,
+)
 from frontend_svc.request.types import RequestOutcome
 
 ExtraField: TypeAlias = Literal[
@@ -98,7 +102,7 @@ class ResponseExtension:
             "overlap_blocks": placed.overlap_blocks,
             "predicted_cached_tokens": placed.predicted_cached_tokens,
             # Absent in a stream or response whose worker did not report it.
-            **({} if details is None else {"cached_tokens": details.cached_tokens}),
+            **({} if details is None else _cached_tokens(details)),
         }
 
 
@@ -156,6 +160,16 @@ def _worker_ids(placed: Decision) -> Iterator[tuple[str, object]]:
         yield "prefill_dp_rank", placed.prefill.dp_rank
     yield "decode_worker_id", str(placed.worker.worker_id)
     yield "decode_dp_rank", placed.worker.dp_rank
+
+
+def _cached_tokens(details: PromptTokensDetails) -> Json:
+    """Returns the counts; those of tiers that the worker reports."""
+    tiers = {
+        "host_cached_tokens": details.host_cached_tokens,
+        "disk_cached_tokens": details.disk_cached_tokens,
+    }
+    reported = {name: count for name, count in tiers.items() if count is not None}
+    return {"cached_tokens": details.cached_tokens, **reported}
 
 
 def _metrics(usage: CompletionUsage) -> Json:

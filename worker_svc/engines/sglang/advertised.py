@@ -34,6 +34,7 @@ def read_properties(
         is_deterministic=bool(resolved["enable_deterministic_inference"]),
         pooling=pooling_of(model),
         continues_constraints=not resolved.get("speculative_algorithm"),
+        has_lower_tiers=bool(resolved.get("enable_hierarchical_cache")),
         # Otherwise SGLang counts each token a step late, and the last one of the prompt.
         continues_penalties=bool(resolved.get("disable_overlap_schedule"))
         and not resolved.get("speculative_algorithm"),

@@ -281,7 +281,10 @@ class SglangEngine:
             async with aclosing(await self._start_generation(sglang_request, rid, ctx)) as stream:
                 async for raw_output in stream:
                     self._decode_queue.close(rid, time.monotonic())
-                    self._chunk_counts[raw_output["meta_info"].get("dp_rank") or 0] += 1
+                    meta = raw_output["meta_info"]
+                    self._chunk_counts[meta.get("dp_rank") or 0] += 1
+                    if verifications := meta.get("spec_verify_ct"):
+                        self.counters["verifications"] += verifications
                     output = converter.convert(raw_output)
                     if output is not None:
                         yield output

@@ -40,6 +40,7 @@ from common.errors import (
 from common.registry.instances import Role
 from common.request.preprocessed import (
     BootstrapInfo,
+    CompletionTokensDetails,
     CompletionUsage,
     FinishReason,
     GuidedDecoding,
@@ -126,6 +127,9 @@ class EngineProperties:
 
     continues_penalties: bool = False
     """Whether penalties may count output in the prompt."""
+
+    has_lower_tiers: bool = False
+    """Whether cached tokens may be on the host or in storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +378,8 @@ class OutputConverter:
         self._sglang_request = sglang_request
         self._properties = properties
         self._prompt_tokens = prompt_tokens
-        self._cached_tokens = 0
+        self._prompt_details = PromptTokensDetails(cached_tokens=0)
+        self._completion_details: CompletionTokensDetails | None = None
 
     def convert(self, raw_output: Arguments) -> LLMEngineOutput | None:
         """Returns the new part of a chunk, None without one. Raises MeshError if it failed.
@@ -382,7 +387,7 @@ class OutputConverter:
         SGLang passes the same growing list each time, so tokens are copied out of it.
         """
         meta = raw_output["meta_info"]
-        self._cached_tokens = meta.get("cached_tokens") or self._cached_tokens
+        self._read_details(meta)
         finish_info = meta["finish_reason"]
         if finish_info is not None and finish_info["type"] == "abort":
             raise abort_error(finish_info, self._properties)
@@ -396,10 +401,30 @@ class OutputConverter:
         chunk = LLMEngineOutput(token_ids=tokens, logprobs=self._logprobs(meta, start, end))
         return chunk if finish_info is None else self._final_output(chunk, finish_info, stop)
 
+    def _read_details(self, meta: Arguments) -> None:
+        if cached := meta.get("cached_tokens"):
+            self._prompt_details = PromptTokensDetails(cached_tokens=cached)
+        if self._properties.has_lower_tiers:
+            tiers = meta.get("cached_tokens_details") or {}
+            self._prompt_details = replace(
+                self._prompt_details,
+                host_cached_tokens=tiers.get("host", 0),
+                disk_cached_tokens=tiers.get("storage", 0),
+            )
+        # In the last chunk; the token that a verification adds itself is no draft.
+        if (proposed := meta.get("spec_num_proposed_drafts")) is not None:
+            accepted = meta["spec_num_correct_drafts"]
+            self._completion_details = CompletionTokensDetails(
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=max(0, proposed - accepted),
+            )
+
     def usage(self) -> CompletionUsage:
-        details = PromptTokensDetails(cached_tokens=self._cached_tokens)
-        counts = usage(self._prompt_tokens, self.delivered)
-        return replace(counts, prompt_tokens_details=details)
+        return replace(
+            usage(self._prompt_tokens, self.delivered),
+            prompt_tokens_details=self._prompt_details,
+            completion_tokens_details=self._completion_details,
+        )
 
     def _match_stop(self, finish_info: Arguments) -> StopToken | None:
         if finish_info["type"] != "stop":

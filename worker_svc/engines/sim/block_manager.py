@@ -10,6 +10,8 @@ Invariants:
 - referenced + idle + free == total_blocks at all times; no reference count is negative.
 - A name belongs to one block. A named block's parent is named and is not evicted before it.
 - A block table is a chain: each named block's parent is the block before it.
+- A name is on the device or in the host tier (`host_tier.py`), if there is one: an evicted block
+  goes there, and returns to the device when it is used.
 - The events, in order, describe a set of names that holds every name's parent at every point.
 
 Eviction needs no tree walk: a table that references a block references its parent too, and tables
@@ -34,6 +36,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.kv.events import Tier
+from worker_svc.engines.sim.host_tier import BlockContent, HostBlock, HostTier
 from worker_svc.kv_events.external_events import PagesRemoved, PagesStored
 
 
@@ -62,35 +66,43 @@ class Block:
     children: int = 0
     """Number of named blocks that follow it."""
 
+    content: BlockContent | None = field(default=None, repr=False)
+    """Of a named block, if there is a host tier."""
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of one sequence or transfer, in order of the prefix; the first `named` have names.
 
-    reused_count: blocks found in the cache. is_sealed: no further block gets a name.
+    reused_count: blocks found in the cache; host_count: those of them that were on the host.
+    is_sealed: no further block gets a name.
     """
 
     blocks: list[Block] = field(default_factory=list)
     named: int = 0
     reused_count: int = 0
+    host_count: int = 0
     is_sealed: bool = False
 
 
 class BlockManager:
-    """`total_blocks` blocks of `block_size` tokens each.
+    """`total_blocks` blocks of `block_size` tokens each. host_blocks: size of the host tier.
 
     events: changes of the cache; the owner drains them with `take_events`.
     corrupt_pages: corrupt blocks found, each counted once.
-    Raises ValueError if a size is below 1.
+    Raises ValueError if a size is below 1, or that of the host tier below 0.
     """
 
-    def __init__(self, total_blocks: int, block_size: int) -> None:
+    def __init__(self, total_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         if total_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"total_blocks, block_size: {total_blocks}, {block_size}: must be at least 1"
             )
+        if host_blocks < 0:
+            raise ValueError(f"host_blocks: {host_blocks}: must not be negative")
         self.total_blocks = total_blocks
         self.block_size = block_size
+        self._host = HostTier(host_blocks) if host_blocks else None
         self.events: list[PagesStored | PagesRemoved] = []
         self.corrupt_pages = 0
         # Free pages. The last one released is reused first, so that late writes are detected.
@@ -124,6 +136,11 @@ class BlockManager:
         return len(self._block_by_name)
 
     @property
+    def host_blocks(self) -> int:
+        """Returns the number of blocks on the host."""
+        return 0 if self._host is None else len(self._host)
+
+    @property
     def open_transfers(self) -> int:
         return len(self._pinned_tables)
 
@@ -138,23 +155,36 @@ class BlockManager:
 
     def cached_tokens(self, names: Sequence[int], tokens: int) -> int:
         """Returns how many of `tokens` tokens `admit` would find in the cache."""
-        return len(self._cached_prefix(names, (tokens - 1) // self.block_size)) * self.block_size
+        limit = (tokens - 1) // self.block_size
+        shared = self._cached_prefix(names, limit)
+        return (len(shared) + len(self._host_names(names, limit, shared))) * self.block_size
 
     def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
         """Returns a table that reuses cached blocks of `names`; None, unchanged, without capacity.
+        Blocks on the host move to the device.
 
         At least the last token is left to compute: at most (tokens - 1) // block_size are reused.
         """
         assert tokens >= 1, "a table has at least one token"
-        shared = self._cached_prefix(names, (tokens - 1) // self.block_size)
+        limit = (tokens - 1) // self.block_size
+        shared = self._cached_prefix(names, limit)
+        on_host = self._host_names(names, limit, shared)
         idle = sum(not block.ref_count for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
         if missing > self.available_blocks - idle:
             return None
         for block in shared:
             self._add_ref(block)
-        block_table = BlockTable(list(shared), named=len(shared), reused_count=len(shared))
+        block_table = BlockTable(
+            list(shared),
+            named=len(shared),
+            reused_count=len(shared) + len(on_host),
+            host_count=len(on_host),
+        )
+        # Taken first: blocks that the new ones evict could replace them.
+        loaded = [] if self._host is None else self._host.take(on_host)
         self._add_blocks(block_table, missing)
+        self._load(block_table, on_host, loaded)
         return block_table
 
     def grow(self, block_table: BlockTable, tokens: int) -> bool:
@@ -187,12 +217,18 @@ class BlockManager:
             if block_table.is_sealed:
                 break
             if self._name_next(block_table, name):
+                if self._host is not None:
+                    part = token_ids[4 * self.block_size * index :][: 4 * self.block_size]
+                    named = block_table.blocks[block_table.named - 1]
+                    named.content = BlockContent(part, lora_name, salt)
                 run_start = run_start if run else index
                 run.append(name)
             else:
                 self._emit_stored(run, run_start, token_ids, lora_name, salt)
                 run = []
         self._emit_stored(run, run_start, token_ids, lora_name, salt)
+        if self._host is not None and (moved := self._host.discard(names)):
+            self.events.append(PagesRemoved(tuple(moved), Tier.HOST))
 
     def release(self, block_table: BlockTable) -> None:
         """Releases all blocks of the table, which is empty afterwards."""
@@ -255,9 +291,12 @@ class BlockManager:
         return {block for block in owners if block is not None and self._is_corrupt(block)}
 
     def flush(self) -> int:
-        """Evicts all idle blocks. Returns how many. Referenced ones keep their names."""
-        evicted = len(self._idle_blocks)
-        self._evict(evicted)
+        """Evicts all idle blocks, and those on the host. Returns how many. Referenced ones keep
+        their names."""
+        evicted = len(self._idle_blocks) + self.host_blocks
+        self._evict(len(self._idle_blocks), moves_to_host=False)
+        if self._host is not None and (removed := self._host.clear()):
+            self.events.append(PagesRemoved(tuple(removed), Tier.HOST))
         return evicted
 
     def check(self) -> None:
@@ -282,6 +321,9 @@ class BlockManager:
         for block in self._block_by_name.values():
             assert block.children == children.get(block, 0), "children are counted"
         assert set(self._idle_blocks) <= set(self._block_by_name.values()), "idle blocks have names"
+        assert self._host is None or not any(name in self._host for name in self._block_by_name), (
+            "a block is on the device or on the host"
+        )
         seen: set[Block] = set()
         for block in self._idle_blocks:
             assert block.parent is None or block.parent not in seen, "children are evicted first"
@@ -298,6 +340,49 @@ class BlockManager:
                 break
             matched.append(block)
         return matched
+
+    def _host_names(
+        self, names: Sequence[int], limit: int, shared: Sequence[Block]
+    ) -> Sequence[int]:
+        """Returns the names after those of `shared` that are on the host."""
+        if not self._host:
+            return ()
+        start = len(shared)
+        parent = shared[-1].name if shared else None
+        return names[start : start + self._host.chain_length(names[start:limit], parent)]
+
+    def _load(
+        self, block_table: BlockTable, names: Sequence[int], loaded: Sequence[HostBlock]
+    ) -> None:
+        """Names the next blocks of the table, which have the content of blocks of the host."""
+        if not loaded:
+            return
+        for name, source in zip(names, loaded, strict=True):
+            block = block_table.blocks[block_table.named]
+            parent = block_table.blocks[block_table.named - 1] if block_table.named else None
+            block.is_filled, block.content = True, source.content
+            self._page_contents[block.page] = block.stamp if source.is_intact else 0
+            self._set_name(block, name, parent)
+            block_table.named += 1
+        content = loaded[0].content
+        token_ids = b"".join(source.content.token_ids for source in loaded)
+        self.events.append(
+            PagesStored(
+                tuple(names),
+                loaded[0].parent,
+                token_ids,
+                self.block_size,
+                lora=content.lora_name,
+                salt=content.salt,
+            )
+        )
+        self.events.append(PagesRemoved(tuple(names), Tier.HOST))
+
+    def _set_name(self, block: Block, name: int, parent: Block | None) -> None:
+        block.name, block.parent = name, parent
+        self._block_by_name[name] = block
+        if parent is not None:
+            parent.children += 1
 
     def _add_ref(self, block: Block) -> None:
         if block.ref_count == 0:
@@ -325,7 +410,7 @@ class BlockManager:
             self.corrupt_pages += 1
         return True
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int, *, moves_to_host: bool = True) -> None:
         removed: list[int] = []
         for _ in range(count):
             block, _ = self._idle_blocks.popitem(last=False)
@@ -336,9 +421,30 @@ class BlockManager:
             if block.parent is not None:
                 block.parent.children -= 1
             removed.append(block.name)
+            if self._host is not None and moves_to_host:
+                self._move_to_host(self._host, block)
             self._return_page(block)
         if removed:
             self.events.append(PagesRemoved(tuple(removed)))
+
+    def _move_to_host(self, host: HostTier, block: Block) -> None:
+        content, name = block.content, block.name
+        assert content is not None, "named blocks have their content if there is a host tier"
+        assert name is not None, "only named blocks move"
+        parent = None if block.parent is None else block.parent.name
+        stored = PagesStored(
+            (name,),
+            parent,
+            content.token_ids,
+            self.block_size,
+            tier=Tier.HOST,
+            lora=content.lora_name,
+            salt=content.salt,
+        )
+        self.events.append(stored)
+        replaced = host.put(name, HostBlock(parent, content, not self._is_corrupt(block)))
+        if replaced is not None:
+            self.events.append(PagesRemoved((replaced,), Tier.HOST))
 
     def _name_next(self, block_table: BlockTable, name: int) -> bool:
         """Names the table's next block. Returns whether the name is new in the cache."""
@@ -348,10 +454,7 @@ class BlockManager:
         existing = self._block_by_name.get(name)
         assert block.name is None, "a block is named once"
         if existing is None:
-            block.name, block.parent = name, parent
-            self._block_by_name[name] = block
-            if parent is not None:
-                parent.children += 1
+            self._set_name(block, name, parent)
             block_table.named += 1
             return True
         # A transfer that keeps the block would reference its children without their parent.

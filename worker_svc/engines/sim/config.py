@@ -166,6 +166,9 @@ class SimConfig:
 
     block_size: int = 16
     total_kv_blocks: int = 16_384
+    host_kv_blocks: int = 0
+    """Blocks that the host keeps after the device has evicted them; 0: none."""
+
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_waiting: int = 1024
@@ -196,6 +199,8 @@ class SimConfig:
             raise ValueError("max_num_seqs: must be in 1..max_num_batched_tokens")
         if self.block_size < 1 or self.total_kv_blocks < 1:
             raise ValueError("block_size, total_kv_blocks: must be at least 1")
+        if self.host_kv_blocks < 0:
+            raise ValueError("host_kv_blocks: must not be negative")
         if self.max_waiting < 1:
             raise ValueError("max_waiting: must be at least 1")
         if self.context_length is not None and self.context_length < 2:

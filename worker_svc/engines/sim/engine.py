@@ -89,7 +89,7 @@ _ASLEEP: Final = Unavailable("the engine sleeps", reason="ASLEEP")
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
-    *("tokens", "prompt_tokens", "cached_tokens"),
+    *("tokens", "prompt_tokens", "cached_tokens", "host_cached_tokens"),
 )
 log = structlog.get_logger()
 
@@ -110,7 +110,7 @@ class SimEngine:
     - `rejected`: requests that were not accepted; `overloaded` are those that met a full queue.
     - `tokens`: delivered tokens.
     - `prompt_tokens`: of accepted requests.
-    - `cached_tokens`: cache hits of ended requests.
+    - `cached_tokens`: cache hits of ended requests; `host_cached_tokens`: those on the host.
     - `corrupt_pages`: pages with content that is not their owner's; must stay 0.
     - `corrupt_tokens`: first tokens that do not follow the prompt; must stay 0.
     - those of `Rooms`.
@@ -131,7 +131,10 @@ class SimEngine:
         self.config = config
         # Pages are routing blocks; each is reported once until it is removed.
         self.kv_event_format = KvEventFormat(
-            config.block_size, config.block_size, DuplicatePolicy.IDEMPOTENT
+            config.block_size,
+            config.block_size,
+            DuplicatePolicy.IDEMPOTENT,
+            tiers=2 if config.host_kv_blocks else 1,
         )
         self.kv_events_off_reason = "" if config.prefix_caching else "prefix caching is off"
         self.kv_event_sink: Callable[[Sequence[PagesStored | PagesRemoved]], None] | None = None
@@ -174,7 +177,7 @@ class SimEngine:
 
     async def _build_core(self, model: SimModel, worker_id: int) -> _Core:
         config = self.config
-        blocks = BlockManager(config.total_kv_blocks, config.block_size)
+        blocks = BlockManager(config.total_kv_blocks, config.block_size, config.host_kv_blocks)
         oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
         logit_model = LogitModel(oracle, model.vocab_size)
         scheduler = SimScheduler(
@@ -355,7 +358,7 @@ class SimEngine:
         return self._core
 
     async def flush_cache(self) -> int:
-        """Evicts all unreferenced blocks. Returns how many."""
+        """Evicts all unreferenced blocks, also those on the host. Returns how many."""
         evicted = self.blocks.flush()
         self._publish(self.blocks)
         return evicted
@@ -451,7 +454,8 @@ class SimEngine:
                 min(max(wait_s, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
                 f"queue full: {scheduler.waiting}/{self.config.max_waiting} requests",
             )
-        stream = Stream(scheduler.submit(job), job.is_handed_over)
+        sequence = scheduler.submit(job)
+        stream = Stream(sequence, job.is_handed_over, self.config.host_kv_blocks > 0)
         try:
             core.rooms.open(stream, request)
         except MeshError:
@@ -486,6 +490,7 @@ class SimEngine:
         self._counters["tokens"] += stream.delivered
         if not sequence.job.is_remote:
             self._counters["cached_tokens"] += sequence.cached_tokens or 0
+            self._counters["host_cached_tokens"] += sequence.host_cached_tokens
 
     def _fail(self, stream: Stream, error: MeshError) -> None:
         stream.error = stream.error or error

@@ -130,6 +130,9 @@ class SimSequence:
     """Prompt tokens found in the cache at its first start, None before; for a remote one, in the
     other worker's cache."""
 
+    host_cached_tokens: int = 0
+    """Those of `cached_tokens` that were on the host."""
+
     computed_tokens: int = 0
     """Tokens with KV present."""
 
@@ -300,11 +303,12 @@ class SimScheduler:
                 decode_count -= count == 1
                 break
             entries.append((seq, count))
-        self._admit(entries, token_budget)
+        host_tokens = self._admit(entries, token_budget)
         if not entries:
             return None
         prefill = sum(count for _, count in entries) - decode_count
-        return Step(entries, prefill, self._timing.step_s(prefill, decode_count, self._kv_tokens))
+        duration_s = self._timing.step_s(prefill, decode_count, self._kv_tokens, host_tokens)
+        return Step(entries, prefill, duration_s)
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Completes the step. Returns the sequences that got a token or ended, not removed ones."""
@@ -385,19 +389,21 @@ class SimScheduler:
             seq.is_corrupt = True
             seq.state ^= _CORRUPTION_MASK
 
-    def _admit(self, entries: list[tuple[SimSequence, int]], token_budget: int) -> None:
+    def _admit(self, entries: list[tuple[SimSequence, int]], token_budget: int) -> int:
+        """Starts waiting sequences. Returns how many of their tokens were on the host."""
+        host_tokens = 0
         while self._waiting and token_budget > 0:
             if len(self._running) + len(self._awaiting_kv) >= self._max_num_seqs:
-                return
+                break
             seq = self._waiting[0]
             if seq.is_kv_pending:
                 if not self._allocate_for_remote_kv(seq):
-                    return
+                    break
                 continue
             # Blocks for the whole prompt: half a prompt is not worth preempting others.
             seq.block_table = self.blocks.admit(seq.names, seq.total_tokens)
             if seq.block_table is None:
-                return
+                break
             del self._waiting[0]
             self.waiting_tokens -= seq.pending_tokens
             bisect.insort(self._running, seq, key=_sort_key)
@@ -407,11 +413,14 @@ class SimScheduler:
             seq.capacity_tokens = len(seq.block_table.blocks) * block_size
             seq.computed_tokens = seq.block_table.reused_count * block_size
             self._kv_tokens += seq.computed_tokens
+            host_tokens += seq.block_table.host_count * block_size
             if seq.cached_tokens is None:
                 seq.cached_tokens = seq.computed_tokens
+                seq.host_cached_tokens = seq.block_table.host_count * block_size
             count = min(seq.total_tokens - seq.computed_tokens, token_budget)
             token_budget -= count
             entries.append((seq, count))
+        return host_tokens
 
     def _allocate_for_remote_kv(self, seq: SimSequence) -> bool:
         """Allocates blocks for the remote KV of the queue's head. Returns False without any."""

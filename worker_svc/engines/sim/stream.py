@@ -21,11 +21,13 @@ class Stream:
     """One request between the scheduler and its generator.
 
     is_awaiting_handoff: whether the terminal chunk of a prefill leg waits until decode or a
-    lease has its KV. params: what the leg then hands to decode.
+    lease has its KV. params: what the leg then hands to decode. has_host_tier: whether cached
+    tokens may be on the host.
     """
 
     sequence: SimSequence
     is_awaiting_handoff: bool
+    has_host_tier: bool = False
     params: dict[str, JsonValue] | None = None
     delivered: int = 0
     error: MeshError | None = None
@@ -70,7 +72,9 @@ class Stream:
         )
 
     def usage(self) -> CompletionUsage:
-        details = PromptTokensDetails(cached_tokens=self.sequence.cached_tokens or 0)
-        return replace(
-            usage(self.sequence.prompt_tokens, self.delivered), prompt_tokens_details=details
+        sequence = self.sequence
+        details = PromptTokensDetails(
+            cached_tokens=sequence.cached_tokens or 0,
+            host_cached_tokens=sequence.host_cached_tokens if self.has_host_tier else None,
         )
+        return replace(usage(sequence.prompt_tokens, self.delivered), prompt_tokens_details=details)

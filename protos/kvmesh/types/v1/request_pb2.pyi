@@ -1260,22 +1260,30 @@ class PromptTokensDetails(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     AUDIO_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_WRITE_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """Tokens found in a prefix cache."""
+    """Tokens found in a prefix cache, on any tier."""
     audio_tokens: _builtins.int
     """Tokens of audio input."""
     cache_write_tokens: _builtins.int
     """Tokens written to a cache on purpose (cache control)."""
+    host_cached_tokens: _builtins.int
+    """Those of cached_tokens that were on the host, not on the device. Absent without such a tier."""
+    disk_cached_tokens: _builtins.int
+    """Those of cached_tokens that were on disk or in shared storage only. Absent without such a tier."""
     def __init__(
         self,
         *,
         cached_tokens: _builtins.int | None = ...,
         audio_tokens: _builtins.int | None = ...,
         cache_write_tokens: _builtins.int | None = ...,
+        host_cached_tokens: _builtins.int | None = ...,
+        disk_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_audio_tokens", b"_audio_tokens", "_cache_write_tokens", b"_cache_write_tokens", "_cached_tokens", b"_cached_tokens", "audio_tokens", b"audio_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_audio_tokens", b"_audio_tokens", "_cache_write_tokens", b"_cache_write_tokens", "_cached_tokens", b"_cached_tokens", "_disk_cached_tokens", b"_disk_cached_tokens", "_host_cached_tokens", b"_host_cached_tokens", "audio_tokens", b"audio_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "disk_cached_tokens", b"disk_cached_tokens", "host_cached_tokens", b"host_cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_audio_tokens", b"_audio_tokens", "_cache_write_tokens", b"_cache_write_tokens", "_cached_tokens", b"_cached_tokens", "audio_tokens", b"audio_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_audio_tokens", b"_audio_tokens", "_cache_write_tokens", b"_cache_write_tokens", "_cached_tokens", b"_cached_tokens", "_disk_cached_tokens", b"_disk_cached_tokens", "_host_cached_tokens", b"_host_cached_tokens", "audio_tokens", b"audio_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "disk_cached_tokens", b"disk_cached_tokens", "host_cached_tokens", b"host_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__audio_tokens: _TypeAlias = _typing.Literal["audio_tokens"]  # noqa: Y015
     _WhichOneofArgType__audio_tokens: _TypeAlias = _typing.Literal["_audio_tokens", b"_audio_tokens"]  # noqa: Y015
@@ -1283,12 +1291,20 @@ class PromptTokensDetails(_message.Message):
     _WhichOneofArgType__cache_write_tokens: _TypeAlias = _typing.Literal["_cache_write_tokens", b"_cache_write_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__disk_cached_tokens: _TypeAlias = _typing.Literal["disk_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__disk_cached_tokens: _TypeAlias = _typing.Literal["_disk_cached_tokens", b"_disk_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__host_cached_tokens: _TypeAlias = _typing.Literal["host_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__host_cached_tokens: _TypeAlias = _typing.Literal["_host_cached_tokens", b"_host_cached_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__audio_tokens) -> _WhichOneofReturnType__audio_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_write_tokens) -> _WhichOneofReturnType__cache_write_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_cached_tokens) -> _WhichOneofReturnType__disk_cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_cached_tokens) -> _WhichOneofReturnType__host_cached_tokens | None: ...
 
 Global___PromptTokensDetails: _TypeAlias = PromptTokensDetails  # noqa: Y015
 

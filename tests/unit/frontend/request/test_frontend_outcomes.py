@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import MeshError, RequestCancelled, WorkerLost
-from common.request.preprocessed import CompletionUsage, FinishReason, PromptTokensDetails
+from common.request.preprocessed import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    FinishReason,
+    PromptTokensDetails,
+)
 from frontend_svc.request.outcomes import merge_outcomes
 from frontend_svc.request.types import RequestOutcome
 
@@ -39,3 +46,16 @@ def test_the_error_is_the_one_that_cancelled_the_other_choices(order: tuple[int,
     lost = WorkerLost("lost", retryable=False)
     outcomes = [outcome(error=lost), outcome(error=RequestCancelled("gone"))]
     assert merge_outcomes([outcomes[index] for index in order], 2).error is lost
+
+
+def test_tiers_and_drafts_are_summed() -> None:
+    prompt = PromptTokensDetails(cached_tokens=8, host_cached_tokens=4)
+    drafts = CompletionTokensDetails(accepted_prediction_tokens=2, rejected_prediction_tokens=1)
+    usage = CompletionUsage(9, 3, 12, prompt, drafts)
+    merged = merge_outcomes([replace(outcome(), usage=usage), replace(outcome(), usage=usage)], 1)
+    assert merged.usage.prompt_tokens_details == PromptTokensDetails(
+        cached_tokens=16, host_cached_tokens=8
+    )
+    assert merged.usage.completion_tokens_details == CompletionTokensDetails(
+        accepted_prediction_tokens=4, rejected_prediction_tokens=2
+    )

@@ -633,3 +633,41 @@ def test_invalid_engine_arguments_are_rejected_before_the_start() -> None:
     assert problems(engine_args='{"host": "x"}')[0].startswith("engine_args.host: ")
     assert "bootstrap" in problems(role="prefill", handoff="completed")[0]
     assert "takes none" in WorkerConfig(engine="sim", engine_args="{}").problems()[0]
+
+
+def test_cached_tokens_are_counted_by_tier_where_sglang_has_tiers() -> None:
+    # Recorded fields of SGLang 0.5.23 (`get_cached_tokens_details`).
+    meta = {
+        "finish_reason": {"type": "length"},
+        "cached_tokens": 96,
+        "cached_tokens_details": {"device": 32, "host": 48, "storage": 16},
+    }
+    for has_tiers, expected in ((True, (96, 48, 16)), (False, (96, None, None))):
+        properties = EngineProperties(has_lower_tiers=has_tiers)
+        converter = OutputConverter(SglangRequest({}), properties, 100)
+        output = converter.convert({"output_ids": [7], "meta_info": meta})
+        assert output is not None
+        assert output.completion_usage is not None
+        details = output.completion_usage.prompt_tokens_details
+        assert details is not None
+        counts = (details.cached_tokens, details.host_cached_tokens, details.disk_cached_tokens)
+        assert counts == expected
+
+
+def test_drafted_tokens_are_counted_by_result() -> None:
+    # Recorded fields of SGLang 0.5.23 (`_calculate_spec_decoding_metrics`).
+    meta = {
+        "finish_reason": {"type": "length"},
+        "spec_accept_rate": 0.25,
+        "spec_accept_length": 1.75,
+        "spec_num_correct_drafts": 6,
+        "spec_num_proposed_drafts": 24,
+        "spec_verify_ct": 8,
+    }
+    converter = OutputConverter(SglangRequest({}), EngineProperties(), 3)
+    output = converter.convert({"output_ids": [7], "meta_info": meta})
+    assert output is not None
+    assert output.completion_usage is not None
+    details = output.completion_usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 18)
