@@ -19,7 +19,12 @@ from epp_svc.prompts import PromptTokens, ReadBody, find_model, tokenize_body, t
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.variants import VariantChoice, choose, sticky_key
 from frontend_svc.request.conversation import affinity_key
-from frontend_svc.request.placement_request import PlacementKey, PlacementRequest, new_placement
+from frontend_svc.request.placement_request import (
+    PlacementKey,
+    PlacementRequest,
+    exclusion_reasons,
+    new_placement,
+)
 from frontend_svc.routers.client import RouterClient
 from frontend_svc.workers.breaker import Cause
 from frontend_svc.workers.client import EngineClient
@@ -106,7 +111,9 @@ class Placing:
             placement = new_placement(query, prompt.first, model.hasher_for(routing), arrived_at)
         excluded = self._engines.excluded_workers(endpoints.by_id)
         if excluded:
-            placement = placement.excluding(excluded, self._engines.exclusion_reasons())
+            placement = placement.excluding(
+                excluded, exclusion_reasons(self._engines.exclusion_reasons(), {})
+            )
         key = (request_id, 0)
         decision = await self._decide(key, placement, arrived_at + limit_s)
         worker_id = decision.worker.worker_id

@@ -18,6 +18,7 @@ from common.registry.adapters import ADAPTERS_META_KEY, AdapterState
 from common.registry.card import ModelCard
 from common.registry.instances import (
     CONTINUES_PENALTIES_META_KEY,
+    ENGINE_META_KEY,
     SERVER_META_KEY,
     SERVER_MODEL_META_KEY,
     UNSUPPORTED_OPTIONS_META_KEY,
@@ -306,6 +307,7 @@ class WorkerApp(ServiceApp[WorkerConfig]):
                 **self._meta,
                 **_options_meta(engine),
                 **_server_meta(engine),
+                ENGINE_META_KEY: engine.software or self._config.engine,
                 **self._adapters_meta(AdapterState()),
             },
         )

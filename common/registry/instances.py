@@ -49,6 +49,9 @@ PREFILL_BYPASS_META_KEY = "prefill_bypass"
 UNSUPPORTED_OPTIONS_META_KEY = "unsupported_options"
 # In a worker's meta: "1" if its engine counts output of another worker for penalties; optional.
 CONTINUES_PENALTIES_META_KEY = "continues_penalties"
+# In a worker's meta: the engine that computes its tokens, for example "vllm"; a started response
+# continues only on a worker with the same one. Optional.
+ENGINE_META_KEY = "engine"
 
 # In the meta of a worker for a server that runs already: its host:port, and the `model` that it
 # expects in bodies; optional. A gateway sends requests there.

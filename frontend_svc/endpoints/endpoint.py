@@ -276,6 +276,7 @@ class PostEndpoint(ABC, Generic[P]):
             request=request,
             deadline=context.arrived_at + self._config.request_timeout_s,
             continues_penalties=partial(self._models.continues_penalties, request.model),
+            engine_name=partial(self._models.engine_name, request.model),
             attempts_max=self._config.attempts_max,
             accept_timeout_s=self._config.accept_timeout_s,
             traceparent=context.span.traceparent,

@@ -28,7 +28,11 @@ from common.trials.trials import Trials
 from frontend_svc.models.adapters import find_adapters, holders, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
-from frontend_svc.models.engine_options import continues_penalties, refused_options
+from frontend_svc.models.engine_options import (
+    continues_penalties,
+    engine_names,
+    refused_options,
+)
 from frontend_svc.models.model_waits import ModelWaits
 from frontend_svc.models.model_watch import (
     Action,
@@ -137,6 +141,7 @@ class ModelCatalog:
         # By model; of the present snapshot.
         self._refused_options: dict[str, frozenset[str]] = {}
         self._continues_penalties: dict[str, dict[int, bool]] = {}
+        self._engine_names: dict[str, dict[int, str]] = {}
         self._pass_through: Sequence[Engine] = ()
         self._configured = frozenset(configured)
         self._request_names = self._configured
@@ -251,6 +256,18 @@ class ModelCatalog:
             return found.get(worker_id, False)
         return bool(found) and all(found.values())
 
+    def engine_name(self, name: str, worker_id: int) -> str | None:
+        """Returns the engine of a worker of a model; "": it does not state it. For a worker that
+        the snapshot does not have, the engine of all others, None if they differ."""
+        found = self._engine_names.get(name)
+        if found is None:
+            found = self._engine_names[name] = engine_names(self.workers(name))
+        engine = found.get(worker_id)
+        if engine is not None:
+            return engine
+        engines = set(found.values())
+        return None if len(engines) > 1 else "".join(engines)
+
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Also returns a
         model that was served recently and has no worker: its requests may wait for one. Raises the
@@ -336,6 +353,7 @@ class ModelCatalog:
         self._snapshot = snapshot
         self._refused_options.clear()
         self._continues_penalties.clear()
+        self._engine_names.clear()
         for action in self._watch.follow(changes):
             self._execute(action, self._new_builds)
         self._evict_builds()

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from common.errors import Unsupported
 from common.registry.instances import (
     CONTINUES_PENALTIES_META_KEY,
+    ENGINE_META_KEY,
     UNSUPPORTED_OPTIONS_META_KEY,
     Instance,
 )
@@ -34,6 +35,12 @@ def continues_penalties(workers: Iterable[Instance]) -> dict[int, bool]:
     """Returns by the id of each worker whether it counts the output of another one for penalties. A
     worker of an earlier release does not, and would not refuse it."""
     return {worker.id: worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1" for worker in workers}
+
+
+def engine_names(workers: Iterable[Instance]) -> dict[int, str]:
+    """Returns by the id of each worker the engine that computes its tokens. "": it does not state
+    it, as in earlier releases."""
+    return {worker.id: worker.meta.get(ENGINE_META_KEY, "") for worker in workers}
 
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:

@@ -19,7 +19,12 @@ from frontend_svc.request.leg import Leg
 from frontend_svc.request.local_placement import adapter_of
 from frontend_svc.request.machine import RequestMachine
 from frontend_svc.request.output_blocks import OutputBlockCounter
-from frontend_svc.request.placement_request import UNKNOWN_ADAPTER, PlacementKey, PlacementRequest
+from frontend_svc.request.placement_request import (
+    UNKNOWN_ADAPTER,
+    PlacementKey,
+    PlacementRequest,
+    exclusion_reasons,
+)
 from frontend_svc.request.ports import AbortHandle, ChunkSink, ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.request.types import RequestOutcome, RequestPlan, Success
@@ -115,7 +120,8 @@ class RequestHandle:
         self._append_generated_to_query()
         placement = self._placement
         if excluded:
-            placement = placement.excluding(excluded, self._gateway.open_circuits())
+            reasons = exclusion_reasons(self._gateway.open_circuits(), self.machine.other_engines)
+            placement = placement.excluding(excluded, reasons)
         reply = partial(self._on_decision, attempt)
         self._gateway.router.place(self._key(attempt), placement, reply)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from common.request.placement import Decision
@@ -103,12 +103,35 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
     return None if hints == RoutingHints() else hints
 
 
-def placement_blockers(plan: RequestPlan, placed: Decision) -> str:
+def placement_blockers(plan: RequestPlan, placed: Decision, engine: str | None) -> str:
     """Returns why a started response cannot continue on the workers that a router chose, "" if it
-    can: they may have joined after the router was asked."""
+    can: they may have joined after the router was asked.
+
+    engine: of the worker that began it, see `engine_of`.
+    """
     chosen = [one.worker_id for one in (placed.prefill, placed.worker) if one is not None]
     blockers = [_penalty_blockers(plan, worker_id) for worker_id in chosen]
-    return _names(dict(part for found in blockers for part in found.items()))
+    penalties = _names(dict(part for found in blockers for part in found.items()))
+    return ", ".join(filter(None, (penalties, *other_engines(plan, engine, chosen).values())))
+
+
+def engine_of(plan: RequestPlan, worker_id: int) -> str | None:
+    """Returns the engine of a worker; "" if it does not matter, None if it cannot be determined."""
+    return "" if plan.engine_name is None else plan.engine_name(worker_id)
+
+
+def other_engines(plan: RequestPlan, engine: str | None, workers: Iterable[int]) -> dict[int, str]:
+    """Returns those of the workers on which a response that `engine` began cannot continue, with
+    the reason: two engines compute different tokens from the same ones."""
+    if engine == "":
+        return {}
+    found = {}
+    for worker_id in workers:
+        other = engine_of(plan, worker_id)
+        if other != "" and (other is None or other != engine):
+            names = f"{other or 'unknown'}, not {engine or 'unknown'}"
+            found[worker_id] = f"its engine ({names}, which began the response)"
+    return found
 
 
 def migration_blockers(plan: RequestPlan) -> str:

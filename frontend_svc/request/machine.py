@@ -60,12 +60,15 @@ from common.request.token_stream import LegChanges, LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE
 from frontend_svc.request.leg import Leg, RequestPorts
 from frontend_svc.request.leg_request import (
+    engine_of,
     leg_changes,
     migration_blockers,
+    other_engines,
     placement_blockers,
     remaining_tokens,
 )
 from frontend_svc.request.retry_policy import (
+    ALL_EXCLUDED,
     DRAINING,
     WORKER_WAIT_S,
     ExclusionPolicy,
@@ -137,6 +140,10 @@ class RequestMachine:
         # Workers that failed the request, and those that the current attempt avoids.
         self._excluded: frozenset[int] = frozenset()
         self._exclusions = ExclusionPolicy()
+        # Engine of the worker that has begun the response, see `engine_of`; and by worker, why a
+        # started response cannot continue there.
+        self._engine: str | None = ""
+        self.other_engines: dict[int, str] = {}
         self._engine_failures = 0
         # Worker of the first engine failure, and its attempt, until it counts.
         self._suspect: int | None = None
@@ -172,6 +179,8 @@ class RequestMachine:
         if self.plan.pooling:
             placed = _prefill_only(placed)
         self._placed = placed
+        if not self.generated:
+            self._engine = engine_of(self.plan, placed.worker.worker_id)
         if self.plan.is_query_only:
             self._booked = False
             self._finish(FinishReason.STOP, None)
@@ -179,11 +188,9 @@ class RequestMachine:
             self._free_booking()
             message = "a pass-through body cannot run on separate prefill and decode workers"
             self._finish(FinishReason.ERROR, Unsupported("model", message))
-        elif self.generated and (blockers := placement_blockers(self.plan, placed)):
+        elif self.generated and (blockers := placement_blockers(self.plan, placed, self._engine)):
             self._free_booking()
-            message = f"the worker was lost; {_cannot_continue(blockers)}"
-            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
-            self._finish(FinishReason.ERROR, lost)
+            self._finish(FinishReason.ERROR, _not_migratable(blockers))
         elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_timeout_s)
             self._submit_main(self.plan.pooling, now)
@@ -203,6 +210,8 @@ class RequestMachine:
                 self._place()
         elif not (self._exclusions.waits_after(error) and self._wait_for_worker()):
             self._booked = False
+            if error.reason == ALL_EXCLUDED and self.other_engines:
+                error = _not_migratable(next(iter(self.other_engines.values())))
             self._finish(FinishReason.ERROR, error)
 
     def place_again(self) -> None:
@@ -458,7 +467,7 @@ class RequestMachine:
         another worker is left."""
         if not isinstance(error, InternalError) or self._engine_failures != 1:
             return False
-        pool, open_circuits = self._ports.members()
+        pool, open_circuits = self._candidates()
         return not pool or not pool <= self._excluded | open_circuits
 
     def _count_engine_failure(self, worker_id: int) -> None:
@@ -487,12 +496,22 @@ class RequestMachine:
 
     def _place(self) -> None:
         """Requests a placement, unless the attempt waits for a worker or for a permit."""
-        pool, open_circuits = self._ports.members()
+        pool, open_circuits = self._candidates()
         if self._exclusions.must_wait(pool, open_circuits) and self._wait_for_worker():
             return
         if self.attempt and not self._ports.take_permit():
             return
-        self._ports.place(self.attempt, self._exclusions.excluded())
+        excluded = self._exclusions.excluded() | self.other_engines.keys()
+        self._ports.place(self.attempt, excluded)
+
+    def _candidates(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the workers on which the request can run, and those of them with an open
+        circuit. Sets `other_engines`."""
+        pool, open_circuits = self._ports.members()
+        if not self.generated:
+            return pool, open_circuits
+        self.other_engines = other_engines(self.plan, self._engine, pool)
+        return pool - self.other_engines.keys(), open_circuits - self.other_engines.keys()
 
     def _wait_for_worker(self) -> bool:
         """Returns whether the request waits for a worker: not if it has waited long enough."""
@@ -625,6 +644,11 @@ class RequestMachine:
             prompt_tokens_details=prompt,
             completion_tokens_details=self._completion_details,
         )
+
+
+def _not_migratable(blockers: str) -> WorkerLost:
+    message = f"the worker was lost; {_cannot_continue(blockers)}"
+    return WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
 
 
 def _cannot_continue(blockers: str) -> str:

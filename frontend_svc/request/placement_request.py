@@ -58,19 +58,23 @@ class PlacementRequest:
         )
         return replace(self, query=longer, chain=chain)
 
-    def excluding(
-        self, worker_ids: frozenset[int], open_circuits: Mapping[int, str]
-    ) -> PlacementRequest:
-        """Returns the request for an attempt that avoids these workers. open_circuits: by worker,
-        the reason."""
-        reasons = tuple(
-            f"its circuit is open: {open_circuits[worker_id]}"[:REASON_CHARS_MAX]
-            if worker_id in open_circuits
-            else "it failed this request"
+    def excluding(self, worker_ids: frozenset[int], reasons: Mapping[int, str]) -> PlacementRequest:
+        """Returns the request for an attempt that avoids these workers. reasons: by worker; the
+        others failed this request."""
+        texts = tuple(
+            reasons.get(worker_id, "it failed this request")[:REASON_CHARS_MAX]
             for worker_id in sorted(worker_ids)[:REASONS_MAX]
         )
-        query = replace(self.query, excluded_worker_ids=worker_ids, exclusion_reasons=reasons)
+        query = replace(self.query, excluded_worker_ids=worker_ids, exclusion_reasons=texts)
         return replace(self, query=query)
+
+
+def exclusion_reasons(
+    open_circuits: Mapping[int, str], other_engines: Mapping[int, str]
+) -> dict[int, str]:
+    """Returns why workers are avoided, by worker. The arguments have the reasons without this."""
+    circuits = {one: f"its circuit is open: {text}" for one, text in open_circuits.items()}
+    return {**circuits, **{one: f"it cannot continue: {t}" for one, t in other_engines.items()}}
 
 
 def new_placement(

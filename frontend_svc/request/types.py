@@ -43,6 +43,11 @@ class RequestPlan:
     """Returns whether a worker of the model counts the output of another one for penalties at
     present; for None: whether every worker does. None: no worker does."""
 
+    engine_name: Callable[[int], str | None] | None = None
+    """Returns the engine that computes the tokens of a worker of the model at present; "": it does
+    not state it; None: it cannot be determined. Another engine computes other tokens, so a started
+    response continues on the same one only. None: all workers have one engine."""
+
     attempts_max: int = 4
     """Attempts that may fail; those whose worker left as planned do not count."""
 

@@ -76,6 +76,8 @@ class EngineConfig:
     model_folder: where the tokenizer is, if the engine has learned that; None: as configured.
     server_address: host:port of the server that runs already, for gateways that send it requests of
     their own; "" if there is none. It expects `model` in bodies.
+    software: the engine that computes tokens, for example "vllm": a started response continues only
+    on a worker with the same one, since another one rounds differently. "": the configured engine.
     serves_in_order: whether a waiting request never starts after a later one without a higher
     priority. Then one that was overtaken counts as lost although others wait.
     """
@@ -106,6 +108,7 @@ class EngineConfig:
     model_input: ModelInput = "tokens"
     model_folder: Path | None = None
     server_address: str = ""
+    software: str = ""
 
     @property
     def advertised_name(self) -> str:

@@ -163,6 +163,7 @@ class ServerEngine:
             model_input="tokens" if facts.has_token_ids else "text",
             model_folder=facts.model_path,
             server_address=self._address,
+            software=facts.api,
         )
 
     def _resolve_kv_events(self) -> None:

@@ -27,6 +27,7 @@ from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import (
     CONTINUES_PENALTIES_META_KEY,
+    ENGINE_META_KEY,
     Instance,
     Snapshot,
     diff_snapshots,
@@ -151,6 +152,19 @@ async def test_penalties_continue_on_the_workers_of_the_latest_snapshot_that_sta
     found = [models.continues_penalties("a", worker_id) for worker_id in (1, 2, 3)]
     assert found == [True, False, False]
     assert models.continues_penalties("french", None), "only the first worker has it"
+
+
+async def test_the_engine_of_a_worker_is_that_of_the_latest_snapshot() -> None:
+    models = Table(A).models
+    first = replace(worker(1, A, "french"), meta={ENGINE_META_KEY: "vllm"})
+    assert models.engine_name("a", 1) == "", "no worker states it"
+    await follow_and_load(models, snapshot(first))
+    assert [models.engine_name("a", one) for one in (1, 2)] == ["vllm", "vllm"], "the only one"
+    other = replace(worker(2, A), meta={ENGINE_META_KEY: "sglang"})
+    await follow_and_load(models, snapshot(first, other, worker(3, A)))
+    found = [models.engine_name("a", one) for one in (1, 2, 3, 4)]
+    assert found == ["vllm", "sglang", "", None], "an earlier release, and a worker not seen yet"
+    assert models.engine_name("french", 4) == "vllm", "only the first worker has it"
 
 
 async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> None:

@@ -866,6 +866,94 @@ def test_penalties_continue_on_a_worker_that_counts_output_beside_one_that_does_
     assert not fixture.ports.outcomes
 
 
+def begun_on(engines: dict[int, str | None]) -> Fixture:
+    """A response that worker 11 has begun. engines: of the workers, which the test may change; of
+    others it is not known."""
+    fixture = begin(replace(plan(), engine_name=engines.get))
+    fixture.ports.pool = frozenset(engines)
+    fixture.run(11, [1, 2])
+    return fixture
+
+
+def test_a_started_response_avoids_workers_with_another_engine() -> None:
+    fixture = begun_on({11: "vllm", 12: "sglang", 13: "vllm", 14: "", 15: None})
+    assert fixture.machine.other_engines == {}
+    fixture.ports.leg.lost(LOST)
+    assert fixture.ports.places[-1] == (1, frozenset({11, 12, 15}))
+    assert fixture.machine.other_engines == {
+        12: "its engine (sglang, not vllm, which began the response)",
+        15: "its engine (unknown, not vllm, which began the response)",
+    }
+    fixture.run(13, [3])
+    assert fixture.ports.emitted == [1, 2, 3]
+
+
+def test_a_response_that_has_not_started_is_retried_on_any_engine() -> None:
+    fixture = begin(replace(plan(), engine_name={11: "vllm", 12: "sglang"}.get))
+    fixture.run(11)
+    fixture.ports.leg.lost(LOST)
+    assert fixture.ports.places[-1] == (1, frozenset({11}))
+    fixture.run(12, [7])
+    fixture.ports.leg.lost(LOST)
+    assert fixture.machine.other_engines == {}, "no worker is in the pool"
+    fixture.run(11, [8])
+    error = fixture.ports.outcome.error
+    assert error is not None
+    assert "(vllm, not sglang" in error.message, "the last one began it"
+
+
+@pytest.mark.parametrize("prefill", [None, Placement(11)], ids=["alone", "as a pair"])
+def test_a_started_response_is_refused_on_another_engine_that_joined_before_the_placement(
+    prefill: Placement | None,
+) -> None:
+    engines: dict[int, str | None] = {11: "sglang"}
+    fixture = begun_on(engines)
+    fixture.ports.leg.lost(LOST)
+    engines[12] = "vllm"
+    decision = replace(decided(12), prefill=prefill)
+    fixture.machine.placed(fixture.ports.places[-1][0], decision, 0.0)
+    error = fixture.ports.outcome.error
+    assert error is not None
+    assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
+    assert "its engine (vllm, not sglang, which began the response)" in error.message
+    assert fixture.ports.freed == [0, 1]
+    assert len(fixture.ports.submitted) == 1
+
+
+def test_a_response_that_only_another_engine_could_continue_waits_for_a_worker() -> None:
+    engines: dict[int, str | None] = {11: "sglang", 12: "vllm"}
+    fixture = begin(replace(plan(), engine_name=engines.get), worker_wait_s=5.0)
+    fixture.ports.pool = frozenset(engines)
+    fixture.run(11, [1, 2])
+    fixture.ports.leg.lost(LOST)
+    assert len(fixture.ports.waits) == 1
+    assert len(fixture.ports.places) == 1
+    engines[13] = "sglang"
+    fixture.ports.pool = frozenset(engines)
+    fixture.machine.place_again()
+    assert fixture.ports.places[-1][1] >= {12}
+    fixture.run(13, [3])
+    assert fixture.ports.emitted == [1, 2, 3]
+
+
+def test_a_wait_for_a_worker_with_the_engine_ends_with_its_name() -> None:
+    fixture = begun_on({11: "sglang", 12: "vllm"})
+    fixture.ports.leg.lost(LOST)
+    refused = Unavailable("all failed", reason=ALL_EXCLUDED)
+    for attempt, _ in tuple(fixture.ports.places[1:]):
+        fixture.machine.placement_failed(attempt, refused)
+    error = fixture.ports.outcome.error
+    assert error is not None
+    assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
+    assert "its engine (vllm, not sglang, which began the response)" in error.message
+
+
+def test_an_internal_error_of_an_engine_is_not_retried_if_the_others_have_another_one() -> None:
+    fixture = begun_on({11: "sglang", 12: "vllm"})
+    fixture.ports.leg.rejected(InternalError("broken"))
+    assert isinstance(fixture.ports.outcome.error, InternalError)
+
+
 def test_a_prompt_of_embeddings_cannot_migrate() -> None:
     assert (
         migration_blockers(replace(plan(), request=replace(plan().request, prompt_embeds="AA==")))
