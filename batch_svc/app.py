@@ -19,6 +19,7 @@ from batch_svc.response_service import StoredResponseServicer
 from batch_svc.runner.responses import ResponseRunner
 from batch_svc.runner.runner import Runner
 from batch_svc.runner.stages import Stages
+from batch_svc.runner.streams import OutputSignals, OutputWriter
 from batch_svc.service import SERVICE_NAME, BatchServicer
 from batch_svc.store.batches import BatchStore
 from batch_svc.store.conversations import ConversationStore
@@ -75,10 +76,12 @@ class BatchApp(ServiceApp[BatchConfig]):
         self._responses = StoredResponses(
             self._database, config.response_limits, self._conversations
         )
+        self._signals = OutputSignals()
         self._response_runner = ResponseRunner(
             self._responses,
             lease,
             self._frontends,
+            OutputWriter(self._responses, lease, self._signals),
             in_flight_max=config.responses_in_flight,
             attempts_max=config.line_attempts,
         )
@@ -94,7 +97,7 @@ class BatchApp(ServiceApp[BatchConfig]):
         )
         self._runner_task: asyncio.Task[None] | None = None
         self.metrics = build_metrics(self._runner, self._response_runner)
-        self._servicer = BatchServicer(self._files, batches, self._runner, lease)
+        self._servicer = BatchServicer(self._files, batches, self._responses, self._runner, lease)
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         await self._open_database()
@@ -106,7 +109,8 @@ class BatchApp(ServiceApp[BatchConfig]):
         self._bind(lifecycle, names, has_streams=False)
         batch_pb2_grpc.add_BatchServiceServicer_to_server(self._servicer, self._server)
         responses_pb2_grpc.add_StoredResponseServiceServicer_to_server(
-            StoredResponseServicer(self._responses, self._response_runner.wake), self._server
+            StoredResponseServicer(self._responses, self._signals, self._response_runner.wake),
+            self._server,
         )
         conversations_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationServicer(self._conversations), self._server

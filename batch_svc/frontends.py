@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+import orjson
 
 from batch_svc.core.batch import Owner
 from batch_svc.core.responses import ResponseRun
@@ -17,6 +19,7 @@ from common.errors import (
     MeshError,
     PermissionDenied,
     Unauthenticated,
+    Unavailable,
     Unimplemented,
 )
 from common.registry.instances import Instance, Snapshot, SnapshotDiff
@@ -36,9 +39,9 @@ _RETRY_AFTER_S: Final = 0.5
 # A frontend that gave no response gets no call for so long, if there is another one.
 _SILENT_S: Final = 5.0
 
-
 _RUN_LINE: Final = "RunLine"
 _RUN_RESPONSE: Final = "RunResponse"
+_RUN_STREAM: Final = "RunStream"
 
 
 @dataclass(slots=True, eq=False)
@@ -87,24 +90,43 @@ class Frontends:
 
     async def run_response(self, run: ResponseRun) -> Reply:
         """Returns a response in the background, as `run`."""
-        owner, row = run.owner, run.row
-        message = frontend_pb2.RunResponseRequest(
-            tenant=owner.tenant,
-            key_id=owner.key_id,
-            response_id=row.id,
-            created_at=run.created_at,
-            request=run.request,
-            input_items=row.input_items,
-        )
-        return await self._call(_RUN_RESPONSE, message)
+        return await self._call(_RUN_RESPONSE, _message(run))
+
+    async def run_stream(self, run: ResponseRun, on_output: Callable[[bytes], None]) -> Reply:
+        """Returns a response as `run_response`.
+
+        - on_output: takes deltas of its output as they arrive.
+        """
+        message = frontend_pb2.RunStreamRequest(run=_message(run))
+
+        async def call(method: Any, message: Any) -> Any:
+            ended: frontend_pb2.RunResponseResponse | None = None
+            async for part in rpc.unary_stream(method, message, timeout_s=self._timeout_s):
+                if part.WhichOneof("part") == "ended":
+                    ended = part.ended
+                else:
+                    on_output(part.deltas)
+            if ended is None:
+                raise Unavailable("the frontend ended the call without a response", _RETRY_AFTER_S)
+            return ended
+
+        return await self._call(_RUN_STREAM, message, call)
+
+    async def _unary(self, method: Any, message: Any) -> Any:
+        return await rpc.unary(method, message, timeout_s=self._timeout_s)
 
     # Any: the request of a method, and its response.
-    async def _call(self, name: str, message: Any) -> Reply:
+    async def _call(
+        self, name: str, message: Any, call: Callable[[Any, Any], Awaitable[Any]] | None = None
+    ) -> Reply:
+        """
+        - call: takes the method and its request, returns its response; None: it is a unary one.
+        """
         await self._close_departed()
         # Ends: each round leaves out a frontend without the method.
         while (frontend_id := self._choose(name)) is not None:
             try:
-                return await self._call_one(frontend_id, name, message)
+                return await self._call_one(frontend_id, name, message, call or self._unary)
             except Unimplemented:
                 self._without.add((frontend_id, name))
         if not self._instances:
@@ -122,14 +144,14 @@ class Frontends:
         )
 
     # Any: as above.
-    async def _call_one(self, frontend_id: int, name: str, message: Any) -> Reply:
+    async def _call_one(
+        self, frontend_id: int, name: str, message: Any, call: Callable[[Any, Any], Awaitable[Any]]
+    ) -> Reply:
         """Raises Unimplemented."""
         frontend = self._open(self._instances[frontend_id])
         self._in_flight[frontend_id] += 1
         try:
-            response: Any = await rpc.unary(
-                frontend.method(name), message, timeout_s=self._timeout_s
-            )
+            response: Any = await call(frontend.method(name), message)
         except Unimplemented:
             raise
         except MeshError as error:
@@ -167,8 +189,19 @@ class Frontends:
                 await self._opened.pop(frontend_id).channel.close()
 
 
+def _message(run: ResponseRun) -> frontend_pb2.RunResponseRequest:
+    owner, row = run.owner, run.row
+    return frontend_pb2.RunResponseRequest(
+        tenant=owner.tenant,
+        key_id=owner.key_id,
+        response_id=row.id,
+        created_at=run.created_at,
+        request=run.request,
+        input_items=row.input_items,
+    )
+
+
 def _failure(status: int, message: str) -> Reply:
     """Returns the response to a line that has none of its own."""
-    text = message.replace("\\", "/").replace('"', "'")
-    body = f'{{"error": {{"message": "{text}", "type": "server_error"}}}}'
-    return Reply(status, body.encode(), "", _RETRY_AFTER_S if status == _LOST else None)
+    body = orjson.dumps({"error": {"message": message, "type": "server_error"}})
+    return Reply(status, body, "", _RETRY_AFTER_S if status == _LOST else None)

@@ -19,6 +19,7 @@ from batch_svc.runner.runner import Runner
 from batch_svc.store.batches import BatchStore
 from batch_svc.store.files import FileStore, Upload
 from batch_svc.store.lease import RunnerLease
+from batch_svc.store.responses import StoredResponses
 from common.errors import InvalidRequest, Unavailable
 from kvmesh.batch.v1 import batch_pb2, batch_pb2_grpc
 
@@ -34,10 +35,16 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     """Translates between messages and the stores."""
 
     def __init__(
-        self, files: FileStore, batches: BatchStore, runner: Runner, lease: RunnerLease
+        self,
+        files: FileStore,
+        batches: BatchStore,
+        responses: StoredResponses,
+        runner: Runner,
+        lease: RunnerLease,
     ) -> None:
         self._files = files
         self._batches = batches
+        self._responses = responses
         self._runner = runner
         self._lease = lease
 
@@ -151,6 +158,10 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             ],
             runner_id=int(owner or 0),
             fence=fence,
+            responses=[
+                batch_pb2.ResponseCount(tenant=one.tenant, status=one.status, count=one.count)
+                for one in await self._responses.counts()
+            ],
         )
 
 

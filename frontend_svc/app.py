@@ -263,7 +263,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         """Returns the servers of the API, and of its routes of administrators if they have a
         listener of their own."""
         config = self._config
-        dependencies = self._api_dependencies(metrics)
+        dependencies = self._api_dependencies(metrics, lambda: lifecycle.is_draining)
         entries = routes(config.metrics_path)
         responses_route = next(entry for entry in entries if entry.path == RESPONSES_PATH)
         line_api = dispatcher((e for e in entries if e.path in LINE_PATHS), dependencies)
@@ -306,7 +306,9 @@ class FrontendApp(ServiceApp[FrontendConfig]):
         )
         return server, admin
 
-    def _api_dependencies(self, metrics: CollectorRegistry) -> ApiDependencies:
+    def _api_dependencies(
+        self, metrics: CollectorRegistry, is_draining: Callable[[], bool]
+    ) -> ApiDependencies:
         siblings = self._siblings
         return ApiDependencies(
             EndpointDependencies(
@@ -326,6 +328,7 @@ class FrontendApp(ServiceApp[FrontendConfig]):
             self._members,
             self._batches,
             self._registry,
+            is_draining,
         )
 
     def _instance(self) -> Instance:

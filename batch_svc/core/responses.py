@@ -12,6 +12,7 @@ import orjson
 from batch_svc.core.batch import Owner
 from batch_svc.core.limits import MB
 from batch_svc.core.results import Reply
+from batch_svc.core.streams import StoredOutput
 
 DAY_S = 86_400.0
 
@@ -48,6 +49,8 @@ class ResponseStatus(StrEnum):
 # States of a response whose items its conversation gets.
 APPENDING = (ResponseStatus.COMPLETED, ResponseStatus.INCOMPLETE)
 NOT_ENDED = (ResponseStatus.QUEUED, ResponseStatus.IN_PROGRESS)
+# The same as a condition of SQL.
+NOT_ENDED_SQL = f"status IN ({', '.join(repr(str(status)) for status in NOT_ENDED)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,18 @@ class ResponseRun:
     request: bytes
     created_at: int
     append: Append = NO_CONVERSATION
+
+    output: StoredOutput | None = None
+    """What is stored of it; None: it is not stored as it is generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCount:
+    """Responses in the background of one tenant with one status."""
+
+    tenant: str
+    status: str
+    count: int
 
 
 def with_status(response: bytes, status: str) -> bytes:

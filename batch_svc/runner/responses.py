@@ -22,8 +22,9 @@ from batch_svc.core.responses import (
     failed_response,
     next_to_run,
 )
-from batch_svc.core.results import retry_of
+from batch_svc.core.results import Reply, retry_of
 from batch_svc.frontends import Frontends
+from batch_svc.runner.streams import OutputWriter, RunOutput
 from batch_svc.store.lease import RunnerLease
 from batch_svc.store.responses import StoredResponses
 from common.errors import InternalError, MeshError, Unavailable
@@ -45,10 +46,15 @@ class ResponseRunner:
         responses: StoredResponses,
         lease: RunnerLease,
         frontends: Frontends,
+        output: OutputWriter,
         *,
         in_flight_max: int,
         attempts_max: int,
     ) -> None:
+        """
+        - output: of responses whose output is stored as it is generated.
+        """
+        self._output = output
         self._responses = responses
         self._lease = lease
         self._frontends = frontends
@@ -78,7 +84,9 @@ class ResponseRunner:
         self._tenants.clear()
         self._failures.clear()
         self._later.clear()
+        self._output.clear()
         async with TaskGroup() as group:
+            group.create_task(self._output.run(), name="output of responses")
             while True:
                 self._work.clear()
                 try:
@@ -113,6 +121,7 @@ class ResponseRunner:
 
     def _ended(self, one: OpenResponse, task: asyncio.Task[None]) -> None:
         self._tasks.pop(one.id, None)
+        self._output.drop(one.id)
         self._tenants[one.tenant] -= 1
         self._work.set()
 
@@ -137,7 +146,7 @@ class ResponseRunner:
             expired = failed_response(run.row.response, _EXPIRED)
             await self._finish(run, ResponseStatus.FAILED, expired)
             return
-        reply = await self._frontends.run_response(run)
+        reply = await self._run_at_frontend(run)
         failures = self._failures[one.id]
         retry = retry_of(reply, failures=failures, attempts_max=self._attempts_max)
         if retry is None:
@@ -146,17 +155,31 @@ class ResponseRunner:
         self.outcomes["retried"] += 1
         self._failures[one.id] = failures + (not retry.is_busy)
         self._later[one.id] = asyncio.get_running_loop().time() + retry.pause_s
+        async with self._output.lock:  # The next run reads what is stored.
+            self._output.drop(one.id)
+
+    async def _run_at_frontend(self, run: ResponseRun) -> Reply:
+        if run.output is None:
+            return await self._frontends.run_response(run)
+        output = RunOutput(self._output, run.row.id, run.output)
+        reply = await self._frontends.run_stream(run, output.feed)
+        if reply.status < 300:
+            output.end()
+        return reply
 
     async def _finish(self, run: ResponseRun, status: ResponseStatus, response: bytes) -> None:
         """Writes the end of a response, as soon as the database responds. Raises LeaseLost."""
         while True:
             try:
-                async with self._lease.transaction() as transaction:
+                async with self._output.lock, self._lease.transaction() as transaction:
+                    await self._output.write(transaction, run.row.id)
                     await self._responses.finish(transaction, run, status, response)
                 break
             except Unavailable as error:
                 LOG.warning("batch_results_delayed", results=1, error=error.message)
                 await asyncio.sleep(RETRY_S)
+        self._output.drop(run.row.id)
+        self._output.notify(run.row.id)
         self._failures.pop(run.row.id, None)
         self._later.pop(run.row.id, None)
         self.outcomes[str(status)] += 1

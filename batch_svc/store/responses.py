@@ -18,8 +18,10 @@ from batch_svc.core.responses import (
     APPENDING,
     NO_CONVERSATION,
     NOT_ENDED,
+    NOT_ENDED_SQL,
     Append,
     OpenResponse,
+    ResponseCount,
     ResponseLimits,
     ResponseRow,
     ResponseRun,
@@ -28,6 +30,8 @@ from batch_svc.core.responses import (
     split_items,
     with_status,
 )
+from batch_svc.core.streams import Addition, StreamState
+from batch_svc.store import streams
 from batch_svc.store.conversations import ConversationStore
 from batch_svc.store.database import Database, Transaction
 from batch_svc.store.group_commit import GroupCommit
@@ -35,7 +39,7 @@ from common.errors import InvalidRequest, NotFound, Overloaded
 
 RESPONSE_TOO_LARGE: Final = "RESPONSE_TOO_LARGE"
 TENANT_BACKGROUND: Final = "TENANT_BACKGROUND"
-_NOT_ENDED: Final = f"status IN ({', '.join(repr(str(status)) for status in NOT_ENDED)})"
+NOT_STREAMED: Final = "NOT_STREAMED"
 # Rows that one transaction removes at most.
 _SWEEP_ROWS: Final = 100
 
@@ -82,7 +86,7 @@ class StoredResponses:
         - only_appends: the response itself is not stored.
         """
         if not only_appends:
-            self._check_size(row)
+            self._check_size(row.size)
         items = _appended(row, append, row.response)
 
         async def write(transaction: Transaction) -> bool:
@@ -99,18 +103,21 @@ class StoredResponses:
         """Stores a response that runs in the background. Raises as `put`, and Overloaded above the
         limit of the tenant."""
         owner, most = run.owner, self._limits.tenant_background
-        self._check_size(run.row)
+        status = str(ResponseStatus.QUEUED)
+        stored = _Stored(owner, run.row, status, run.created_at, run.request, run.append)
+        self._check_size(stored.size)
         async with self._database.transaction() as transaction:
             await _lock(transaction, owner.tenant)
             rows = await transaction.fetch(
-                f"SELECT COUNT(*) FROM responses WHERE {_NOT_ENDED} AND tenant = $1", owner.tenant
+                f"SELECT COUNT(*) FROM responses WHERE {NOT_ENDED_SQL} AND tenant = $1",
+                owner.tenant,
             )
             if rows[0][0] >= most:
                 text = f"{rows[0][0]} responses of this tenant run in the background, the limit is"
                 raise Overloaded(5.0, f"{text} {most}", reason=TENANT_BACKGROUND)
-            status = str(ResponseStatus.QUEUED)
-            stored = _Stored(owner, run.row, status, run.created_at, run.request, run.append)
             await self._insert(transaction, stored)
+            if run.output is not None:
+                await streams.create(transaction, run.row.id)
 
     async def _insert(self, transaction: Transaction, stored: _Stored) -> bool:
         """Stores a response; returns whether it was not there."""
@@ -181,6 +188,36 @@ class StoredResponses:
             await self._end(transaction, tenant, row, ResponseStatus.CANCELLED)
         return await self.get(tenant, response_id)
 
+    async def read_stream(self, tenant: str, response_id: str, run: int, first: int) -> StreamState:
+        """Returns the output of a response as far as it is stored. Raises NotFound, InvalidRequest
+        if it is not stored as it is generated, and Unavailable.
+
+        - run, first: the run of the caller, and its first part to return; of another run, all are.
+        """
+        rows = await self._database.fetch(
+            "SELECT response, status FROM responses WHERE id = $1 AND tenant = $2",
+            response_id,
+            tenant,
+        )
+        if not rows:
+            raise _not_stored(response_id)
+        # After the status: what has ended has all of its output.
+        response, status = rows[0]
+        output = await streams.read(self._database, response_id, run, first)
+        if output is None:
+            text = f"the response {response_id!r} was not made with 'background' and 'stream'"
+            raise InvalidRequest(text, "stream", reason=NOT_STREAMED)
+        shown = _with_status(bytes(response), status)
+        return StreamState(shown, status not in NOT_ENDED, output)
+
+    async def counts(self) -> list[ResponseCount]:
+        """Returns how many responses in the background there are. Raises Unavailable."""
+        rows = await self._database.fetch(
+            "SELECT tenant, status, COUNT(*) FROM responses WHERE status <> ''"
+            " GROUP BY tenant, status ORDER BY tenant, status"
+        )
+        return [ResponseCount(row[0], row[1], int(row[2])) for row in rows]
+
     # The runner, under its lease.
 
     async def open_responses(self) -> list[OpenResponse]:
@@ -188,14 +225,14 @@ class StoredResponses:
         Unavailable."""
         rows = await self._database.fetch(
             f"SELECT id, tenant, CASE WHEN created_at + {WINDOW_S} < {self._database.now} THEN 1"
-            f" ELSE 0 END FROM responses WHERE {_NOT_ENDED} ORDER BY created_at, id"
+            f" ELSE 0 END FROM responses WHERE {NOT_ENDED_SQL} ORDER BY created_at, id"
         )
         return [OpenResponse(row[0], row[1], bool(row[2])) for row in rows]
 
     async def begin(self, transaction: Transaction, response_id: str) -> ResponseRun | None:
         """Puts a response in progress, and returns it; None: it has ended."""
         changed = await transaction.execute(
-            f"UPDATE responses SET status = $1 WHERE id = $2 AND {_NOT_ENDED}",
+            f"UPDATE responses SET status = $1 WHERE id = $2 AND {NOT_ENDED_SQL}",
             str(ResponseStatus.IN_PROGRESS),
             response_id,
         )
@@ -208,13 +245,21 @@ class StoredResponses:
         )
         tenant, key_id, response, items, request, object_time, *append = rows[0]
         row = ResponseRow(response_id, bytes(response), split_items(bytes(items)))
+        output = await streams.read(transaction, response_id)
         return ResponseRun(
             Owner(tenant, key_id),
             row,
             bytes(request),
             int(object_time),
             Append(append[0], int(append[1])),
+            output=output,
         )
+
+    async def add_output(
+        self, transaction: Transaction, response_id: str, addition: Addition
+    ) -> None:
+        """Stores output of a response as it is generated, unless it has ended."""
+        await streams.append(transaction, response_id, addition)
 
     async def finish(
         self, transaction: Transaction, run: ResponseRun, status: ResponseStatus, response: bytes
@@ -234,19 +279,20 @@ class StoredResponses:
         """Ends a response in the background, which needs no request any more; returns whether it
         had not ended before."""
         sizes = await transaction.fetch(
-            f"SELECT size FROM responses WHERE id = $1 AND {_NOT_ENDED}", row.id
+            f"SELECT size FROM responses WHERE id = $1 AND {NOT_ENDED_SQL}", row.id
         )
+        size = row.size + await streams.size(transaction, row.id)
         changed = await transaction.execute(
             "UPDATE responses SET status = $1, response = $2, request = $3, size = $4"
-            f" WHERE id = $5 AND {_NOT_ENDED}",
+            f" WHERE id = $5 AND {NOT_ENDED_SQL}",
             str(status),
             row.response,
             b"",
-            row.size,
+            size,
             row.id,
         )
         if changed:
-            await self._count(transaction, tenant, row.id, row.size - int(sizes[0][0]))
+            await self._count(transaction, tenant, row.id, size - int(sizes[0][0]))
         return bool(changed)
 
     # Clients and the service.
@@ -275,10 +321,10 @@ class StoredResponses:
             if len(rows) < _SWEEP_ROWS:
                 return removed
 
-    def _check_size(self, row: ResponseRow) -> None:
+    def _check_size(self, size: int) -> None:
         limit = min(self._limits.response_bytes, self._limits.tenant_bytes)
-        if row.size > limit:
-            text = f"the response with its conversation has {row.size} bytes, the limit is"
+        if size > limit:
+            text = f"the response with its conversation has {size} bytes, the limit is"
             raise InvalidRequest(f"{text} {limit >> 20} MB", "input", reason=RESPONSE_TOO_LARGE)
 
     async def _count(self, transaction: Transaction, tenant: str, new_id: str, size: int) -> None:
@@ -296,7 +342,7 @@ class StoredResponses:
         while above > 0:
             oldest = await transaction.fetch(
                 "SELECT id, size FROM responses WHERE tenant = $1 AND id <> $2"
-                f" AND NOT ({_NOT_ENDED}) ORDER BY created_at, id LIMIT {_SWEEP_ROWS}",
+                f" AND NOT ({NOT_ENDED_SQL}) ORDER BY created_at, id LIMIT {_SWEEP_ROWS}",
                 tenant,
                 new_id,
             )
@@ -330,6 +376,7 @@ async def _remove(transaction: Transaction, tenant: str, response_id: str) -> in
         "DELETE FROM responses WHERE id = $1 AND tenant = $2", response_id, tenant
     )
     if removed:
+        await streams.remove(transaction, response_id)
         await transaction.execute(
             "UPDATE stored_bytes SET bytes = bytes - $1 WHERE tenant = $2", int(rows[0][0]), tenant
         )

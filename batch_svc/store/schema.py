@@ -51,6 +51,13 @@ def _statements(blob: str) -> tuple[str, ...]:
         " WHERE status IN ('queued', 'in_progress')",
         "CREATE INDEX IF NOT EXISTS responses_of_tenant ON responses (tenant, created_at, id)",
         "CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at)",
+        "CREATE INDEX IF NOT EXISTS responses_by_status ON responses (tenant, status)"
+        " WHERE status <> ''",
+        # Of a response whose output is stored as it is generated: parts of its present run.
+        "CREATE TABLE IF NOT EXISTS response_streams (response_id TEXT PRIMARY KEY,"
+        " run BIGINT NOT NULL, parts BIGINT NOT NULL, bytes BIGINT NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS response_parts (response_id TEXT NOT NULL,"
+        f" number BIGINT NOT NULL, content {blob} NOT NULL, PRIMARY KEY (response_id, number))",
         "CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, tenant TEXT NOT NULL,"
         " created_at DOUBLE PRECISION NOT NULL, used_at DOUBLE PRECISION NOT NULL,"
         " metadata TEXT NOT NULL, items BIGINT NOT NULL DEFAULT 0,"

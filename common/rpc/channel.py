@@ -197,9 +197,9 @@ class ChannelMethod:
         credential, _ = sign_call(self.secret, self.name, self.address)
         return self.start(*args, metadata=(*outgoing_metadata(credential), *metadata), **kwargs)
 
-    def start_unary(self, request: Any, timeout_s: float) -> tuple[Any, str | None]:
-        """Starts a unary call. Returns it, and the reply that proves its peer; None: none is
-        required."""
+    def start_call(self, request: Any, timeout_s: float) -> tuple[Any, str | None]:
+        """Starts a call with one request. Returns it, and the reply that proves its peer; None:
+        none is required."""
         credential, expected_reply = sign_call(self.secret, self.name, self.address)
         call = self.start(request, metadata=outgoing_metadata(credential), timeout=timeout_s)
         return call, expected_reply
@@ -405,15 +405,34 @@ async def unary(method: Callable[..., Any], request: Any, *, timeout_s: float) -
     variable that takes the response.
     """
     assert isinstance(method, ChannelMethod), "a method of a `channel`"
-    call, expected_reply = method.start_unary(request, remaining_time_s(timeout_s))
+    call, expected_reply = method.start_call(request, remaining_time_s(timeout_s))
     with map_rpc_errors():
         async with cancelling(call):
             response = await call
-            if expected_reply is not None:
-                trailing = dict(await call.trailing_metadata() or ())
-                if trailing.get(REPLY_KEY) != expected_reply:
-                    raise Unauthenticated("the peer does not prove that it has the mesh token")
+            await _check_peer(call, expected_reply)
             return response
+
+
+async def unary_stream(
+    method: Callable[..., Any], request: Any, *, timeout_s: float
+) -> AsyncIterator[Any]:
+    """Yields the responses of a stub's unary-stream method, as `unary`. That the peer has the mesh
+    token is checked after the last one: what is final must be in that."""
+    assert isinstance(method, ChannelMethod), "a method of a `channel`"
+    call, expected_reply = method.start_call(request, remaining_time_s(timeout_s))
+    with map_rpc_errors():
+        async with cancelling(call):
+            async for response in call:
+                yield response
+            await _check_peer(call, expected_reply)
+
+
+async def _check_peer(call: Any, expected_reply: str | None) -> None:
+    """Raises Unauthenticated unless a call that has ended has the reply of a peer of the mesh."""
+    if expected_reply is not None:
+        trailing = dict(await call.trailing_metadata() or ())
+        if trailing.get(REPLY_KEY) != expected_reply:
+            raise Unauthenticated("the peer does not prove that it has the mesh token")
 
 
 def _channel_options(keepalive_s: float) -> _Options:

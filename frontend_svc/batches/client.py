@@ -28,7 +28,7 @@ RETRY_AFTER_S: Final = 1.0
 READS: Final = frozenset(
     {
         *("GetFile", "ListFiles", "GetBatch", "ListBatches", "GetStoredResponse"),
-        *("GetConversation", "ListItems", "GetItem", "ReadConversation"),
+        *("GetConversation", "ListItems", "GetItem", "ReadConversation", "ReadStream"),
     }
 )
 # Reasons of an Unavailable: no service is registered; one is, and gives no response; each is of an

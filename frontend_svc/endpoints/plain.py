@@ -12,6 +12,7 @@ from common.access.caller import ANONYMOUS, Caller
 from common.errors import MeshError
 from frontend_svc.access.keys import admit
 from frontend_svc.edge.asgi import (
+    CONNECTION,
     Receive,
     Scope,
     Send,
@@ -21,6 +22,7 @@ from frontend_svc.edge.asgi import (
     send_response,
 )
 from frontend_svc.edge.error_response import send_error
+from frontend_svc.endpoints.event_stream import send_events
 from frontend_svc.endpoints.header_ids import header_id, id_headers
 from frontend_svc.endpoints.route import Route
 
@@ -76,6 +78,9 @@ class PlainResponse:
     size: int = 0
     """Of all parts."""
 
+    events: AsyncIterator[bytes] | None = None
+    """A stream of events in place of a body."""
+
 
 Respond: TypeAlias = Callable[[PlainRequest], Awaitable[PlainResponse]]
 
@@ -106,6 +111,10 @@ class PlainEndpoint:
             response = await self._respond(request)
         except MeshError as error:
             await send_error(send, form.http_error(error, own_id.decode("latin-1"), ()), headers)
+            return
+        if response.events is not None:
+            events = None if scope["method"] == "HEAD" else response.events
+            await send_events(send, scope["state"][CONNECTION], headers, events)
             return
         headers = ((b"content-type", response.media_type.encode()), *headers)
         if response.parts is None:

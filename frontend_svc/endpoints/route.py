@@ -37,7 +37,7 @@ class Operation:
     """What a 200 contains; "": there is no such response."""
 
     streams: bool = False
-    """Whether the response is a stream of events if the body has `stream`."""
+    """Whether the response is a stream of events if the body or the query has `stream`."""
 
     media_type: str = "application/json"
     """Of the response."""

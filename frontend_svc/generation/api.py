@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -54,8 +54,16 @@ class ResponseInfo:
     """Output tokens of each choice up to now, which the choices set; None: nothing reads them."""
 
 
-# Stores a request with its headers; returns the body of the response for now.
-Detach: TypeAlias = Callable[[ResponseInfo, Sequence[tuple[bytes, bytes]]], Awaitable[bytes]]
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """What the client of a response that runs later receives: a body, or events."""
+
+    body: bytes
+    events: AsyncIterator[bytes] | None = None
+
+
+# Stores a request with its headers.
+Detach: TypeAlias = Callable[[ResponseInfo, Sequence[tuple[bytes, bytes]]], Awaitable[Detached]]
 
 
 @dataclass(frozen=True, slots=True)

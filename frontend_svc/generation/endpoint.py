@@ -11,9 +11,11 @@ from common.errors import Unavailable
 from common.request.preprocessed import GuidedDecoding, PreprocessedRequest
 from frontend_svc.access.permissions import check_permissions
 from frontend_svc.endpoints.endpoint import EndpointDependencies, PostEndpoint
+from frontend_svc.endpoints.event_stream import send_events
 from frontend_svc.endpoints.request_context import HttpRequest
 from frontend_svc.endpoints.route import Route
 from frontend_svc.generation.api import (
+    Detached,
     GenerationApi,
     ParsedBody,
     PreparedBody,
@@ -87,8 +89,7 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
         prepared = await self.prepare(context, body.request, meter if body.detach is None else None)
         info = _response_info(context, prepared)
         if body.detach is not None:
-            await send_json(context, await body.detach(info, context.header_pairs))
-            meter.mark_ok()
+            await self._send_detached(context, await body.detach(info, context.header_pairs), meter)
             return
         extension = _extension(prepared, info)
         api_format = body.make_format(info)
@@ -120,6 +121,17 @@ class GenerationEndpoint(PostEndpoint[ParsedBody]):
             else:
                 await writer.send(api_format)
         count_outcome(self._dependencies, context, meter)
+
+    async def _send_detached(
+        self, context: HttpRequest, detached: Detached, meter: RequestMeter
+    ) -> None:
+        """Sends what there is of a response that runs without this request."""
+        meter.mark_ok()
+        if detached.events is None:
+            await send_json(context, detached.body)
+            return
+        context.progress.status, context.progress.is_response_complete = 200, True
+        await send_events(context.send, context.connection, context.own_headers, detached.events)
 
     async def prepare(
         self,

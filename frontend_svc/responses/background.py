@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,12 +10,13 @@ import grpc.aio
 import orjson
 
 from common.access.caller import Caller
-from frontend_svc.batches.exchange import FindCaller, exchange
+from frontend_svc.batches.exchange import FindCaller, exchange, streamed_exchange
 from frontend_svc.edge.asgi import AsgiApp, Headers
+from frontend_svc.errors import http_error
 from frontend_svc.generation.api import GenerationApi, ParsedBody, ResponseInfo, off_loop
 from frontend_svc.openai.body.headers import HEADER_PREFIX
 from frontend_svc.request.conversation import SESSION_HEADERS
-from frontend_svc.responses.events import ResponsesFormat
+from frontend_svc.responses.events import DeltaFormat, ResponsesFormat
 from frontend_svc.responses.ids import request_of, response_of_item
 from frontend_svc.responses.output import Json
 from frontend_svc.responses.response_object import new_response
@@ -57,22 +58,27 @@ def first_request(response_id: str, items: Iterable[bytes]) -> str:
     return request_of(next(filter(None, responses), response_id))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BackgroundRun:
     """One run of a response, as an API with one request.
 
     - created: Unix seconds of its object.
     - items: the whole conversation before its output, each item as JSON.
+    - streams: whether its output is sent as it is generated.
+    - stream: what has been sent; None: nothing.
     """
 
     response_id: str
     created: int
     items: tuple[bytes, ...]
+    streams: bool = False
+    stream: DeltaFormat | None = None
 
     async def parse(self, raw: bytes, caller: Caller) -> ParsedBody:
         request = await off_loop(len(raw), parse_responses, raw)
         size = len(raw) + sum(map(len, self.items))
         chat = await off_loop(size, lambda: to_chat(request, read_items(self.items)))
+        chat = chat.model_copy(update={"stream": self.streams})
 
         async def keep(response: Json) -> Json:
             return response  # The batch service stores it.
@@ -80,7 +86,10 @@ class BackgroundRun:
         def make_format(info: ResponseInfo) -> ApiFormat:
             response = new_response(request, self.response_id, self.created, is_stored=True)
             response["model"] = info.model
-            return ResponsesFormat(response, keep, chat.chat_tools.names)
+            if not self.streams:
+                return ResponsesFormat(response, keep, chat.chat_tools.names)
+            self.stream = DeltaFormat(response, keep, chat.chat_tools.names)
+            return self.stream
 
         return ParsedBody(
             chat,
@@ -105,8 +114,33 @@ class BackgroundResponseServicer(frontend_pb2_grpc.BackgroundResponseServiceServ
     async def RunResponse(
         self, request: frontend_pb2.RunResponseRequest, context: Context
     ) -> frontend_pb2.RunResponseResponse:
+        run, raw, headers = _run(request, streams=False)
         caller = self._find_caller(request.tenant, request.key_id)
-        raw, headers = read_request(request.request)
-        run = BackgroundRun(request.response_id, request.created_at, tuple(request.input_items))
         ended = await exchange(self._make_app(run), RESPONSES_PATH, raw, caller, headers)
         return ended.reply(frontend_pb2.RunResponseResponse)
+
+    async def RunStream(
+        self, request: frontend_pb2.RunStreamRequest, context: Context
+    ) -> AsyncIterator[frontend_pb2.RunStreamResponse]:
+        run, raw, headers = _run(request.run, streams=True)
+        caller = self._find_caller(request.run.tenant, request.run.key_id)
+        app = self._make_app(run)
+        async with streamed_exchange(app, RESPONSES_PATH, raw, caller, headers) as ended:
+            async for deltas in ended.parts():
+                yield frontend_pb2.RunStreamResponse(deltas=deltas)
+        if run.stream is not None:
+            if run.stream.failure is not None:
+                ended.replace(http_error(run.stream.failure))
+            else:
+                ended.response += run.stream.ended
+        reply = ended.reply(frontend_pb2.RunResponseResponse)
+        yield frontend_pb2.RunStreamResponse(ended=reply)
+
+
+def _run(
+    request: frontend_pb2.RunResponseRequest, *, streams: bool
+) -> tuple[BackgroundRun, bytes, Headers]:
+    """Returns a run, and the body and headers of its request."""
+    raw, headers = read_request(request.request)
+    items = tuple(request.input_items)
+    return BackgroundRun(request.response_id, request.created_at, items, streams), raw, headers

@@ -8,11 +8,12 @@ from functools import cached_property
 
 from common.access.caller import Caller
 from frontend_svc.edge.asgi import Headers
-from frontend_svc.generation.api import ResponseInfo
+from frontend_svc.generation.api import Detached, ResponseInfo
 from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.responses.background import first_request, write_request
 from frontend_svc.responses.durable import NO_CONVERSATION, Append
 from frontend_svc.responses.events import ResponsesFormat, WarmupFormat
+from frontend_svc.responses.follow import ResponseStreams
 from frontend_svc.responses.kept import Turn
 from frontend_svc.responses.output import Json
 from frontend_svc.responses.response_object import new_response
@@ -33,6 +34,7 @@ class ResponseDraft:
     """
 
     stored: StoredResponses
+    streams: ResponseStreams
     request: ResponsesRequest
     caller: Caller
     earlier: tuple[bytes, ...]
@@ -85,15 +87,26 @@ class ResponseDraft:
         has_output = self.turn is None or self.turn.generates
         return (ResponsesFormat if has_output else WarmupFormat)(response, store, names)
 
-    async def detach(self, raw: bytes, info: ResponseInfo, headers: Headers) -> bytes:
-        """Has the response run in the background; returns it as it is until then."""
+    async def detach(self, raw: bytes, info: ResponseInfo, headers: Headers) -> Detached:
+        """Has the response run in the background; returns it as it is until then, or its events."""
         new_id = self.stored.new_id(info.request_id, must_be_durable=True)
+        if streams := self.request.stream is True:
+            self.streams.check_room(self.caller.tenant)
         response = new_response(self.request, new_id, info.created, is_stored=True)
         response |= {"model": info.model, "status": "queued"}
         stored = self._stored(new_id, response)
-        written = write_request(raw, headers)
-        await self.stored.start(new_id, stored, self.caller, written, info.created, self.append)
-        return stored.response
+        await self.stored.durable.start(
+            new_id,
+            stored,
+            self.caller,
+            write_request(raw, headers),
+            info.created,
+            self.append,
+            streams=streams,
+        )
+        if not streams:
+            return Detached(stored.response)
+        return Detached(b"", await self.streams.open(new_id, self.caller.tenant))
 
     def _stored(self, new_id: str, response: Json) -> StoredResponse:
         items = (*self.earlier, *stored_items(self.new_items, new_id))

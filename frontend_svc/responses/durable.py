@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +32,17 @@ class Append:
 
 
 NO_CONVERSATION: Final = Append()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedOutput:
+    """Output of a response as far as it is stored. run: its number. parts: after those that the
+    caller has; of another run, from the first one."""
+
+    response: bytes
+    has_ended: bool
+    run: int
+    parts: Sequence[bytes]
 
 
 class DurableResponses:
@@ -106,6 +118,8 @@ class DurableResponses:
         request: bytes,
         created: int,
         append: Append,
+        *,
+        streams: bool,
     ) -> None:
         """Has a response run in the background. Raises InvalidRequest if it is too large, and
         Overloaded if its tenant has too many.
@@ -113,6 +127,7 @@ class DurableResponses:
         - stored: with the status `queued`.
         - request: of `write_request`.
         - created: Unix seconds of its object.
+        - streams: whether `read_stream` has its output.
         """
         message = responses_pb2.StartResponseRequest(
             owner=batch_pb2.Owner(tenant=caller.tenant, key_id=caller.key_id),
@@ -122,8 +137,28 @@ class DurableResponses:
             request=request,
             created_at=created,
             append=append.message(),
+            streams=streams,
         )
         await self._client.call("StartResponse", message)
+
+    async def read_stream(
+        self, response_id: str, tenant: str, run: int, parts: int, *, waits: bool
+    ) -> StreamedOutput:
+        """Returns output of a response in the background. Raises NotFound, and InvalidRequest if
+        its output is not stored as it is generated.
+
+        - run, parts: the run of which the caller has parts, and how many.
+        - waits: some seconds, if there are no more.
+        """
+        message = responses_pb2.ReadStreamRequest(
+            owner=batch_pb2.Owner(tenant=tenant),
+            response_id=response_id,
+            run=run,
+            parts=parts,
+            waits=waits,
+        )
+        found: responses_pb2.ReadStreamResponse = await self._client.call("ReadStream", message)
+        return StreamedOutput(found.response, found.has_ended, found.run, found.parts)
 
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Ends a response in the background; returns its object. Raises NotFound, and

@@ -24,6 +24,7 @@ from frontend_svc.openai.body.schema import ChatRequest
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.responses.draft import ResponseDraft
+from frontend_svc.responses.follow import ResponseStreams
 from frontend_svc.responses.ids import is_durable, response_of_item
 from frontend_svc.responses.kept import Turn
 from frontend_svc.responses.queries import (
@@ -58,6 +59,7 @@ class ResponsesApi:
     """`POST /v1/responses`."""
 
     stored: StoredResponses
+    streams: ResponseStreams
     conversations: Conversations
 
     async def parse(self, raw: bytes, caller: Caller, turn: Turn | None = None) -> ParsedBody:
@@ -81,7 +83,7 @@ class ResponsesApi:
             return chat if turn is None or turn.generates else warmup_of(chat)
 
         chat = await off_loop(len(raw) + sum(map(len, earlier)), make_chat)
-        draft = ResponseDraft(self.stored, request, caller, earlier, new_items, turn)
+        draft = ResponseDraft(self.stored, self.streams, request, caller, earlier, new_items, turn)
 
         def make_format(info: ResponseInfo) -> ApiFormat:
             return draft.make_format(info, chat.chat_tools.names)
@@ -219,11 +221,20 @@ class InputTokensEndpoint(PostEndpoint[ChatRequest]):
 class StoredResponseHandlers:
     """The handlers that read and delete stored responses."""
 
-    def __init__(self, stored: StoredResponses) -> None:
+    def __init__(self, stored: StoredResponses, streams: ResponseStreams) -> None:
         self._stored = stored
+        self._streams = streams
 
     async def get(self, request: PlainRequest) -> PlainResponse:
-        parse_query(ResponseQuery, request.query)
+        query = parse_query(ResponseQuery, request.query)
+        if query.stream:
+            events = await self._streams.open(
+                request.parameters["id"], request.caller.tenant, query.starting_after
+            )
+            return PlainResponse(b"", events=events)
+        if query.starting_after is not None:
+            text = "'starting_after' is only allowed when 'stream' is true."
+            raise InvalidRequest(text, "starting_after", reason=INVALID_VALUE)
         return PlainResponse((await self._get(request)).response)
 
     async def delete(self, request: PlainRequest) -> PlainResponse:

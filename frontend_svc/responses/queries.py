@@ -13,16 +13,18 @@ from frontend_svc.openai.body.fields import StrictModel, refuse
 from frontend_svc.openai.body.validation_errors import INVALID_VALUE
 from frontend_svc.responses.schema import Include
 
-_NO_EVENTS = "the events of a response are not stored"
+_NO_OBFUSCATION = "events have no obfuscation"
 
 
 class ResponseQuery(StrictModel):
-    """The query of `GET /v1/responses/{id}`."""
+    """The query of `GET /v1/responses/{id}`. stream: its events instead, also while it runs, if it
+    was made with `background` and `stream`. starting_after: number of the last event that the
+    client has."""
 
     include: Include | None = None
-    stream: Annotated[object, refuse(_NO_EVENTS, "false")] = None
-    starting_after: Annotated[object, refuse(_NO_EVENTS)] = None
-    include_obfuscation: Annotated[object, refuse(_NO_EVENTS, "false")] = None
+    stream: Annotated[bool, Field(strict=False)] = False
+    starting_after: Annotated[int, Field(ge=0, lt=1 << 53, strict=False)] | None = None
+    include_obfuscation: Annotated[object, refuse(_NO_OBFUSCATION, "false")] = None
 
 
 class ItemsQuery(StrictModel):

@@ -9,7 +9,7 @@ Honoured
   previous_response_id, store, stream, max_output_tokens, temperature, top_p, tools (functions, and
   namespaces of functions), tool_choice (none, auto, required, a function), parallel_tool_calls,
   text.format (text, json_object, json_schema), reasoning.effort (as reasoning_effort of a chat),
-  background (with a batch service, which stores the response; not with stream), conversation (with
+  background (with a batch service, which stores the response), conversation (with
   a batch service, which stores it; not with previous_response_id), metadata (returned),
   prompt_cache_key, nvext and chat_template_kwargs, as in a chat
 Accepted, because they cannot change the response

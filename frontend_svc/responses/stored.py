@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import grpc.aio
 import structlog
 
-from common.access.caller import Caller
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from frontend_svc.members import Members
-from frontend_svc.responses.durable import NO_CONVERSATION, Append, DurableResponses
+from frontend_svc.responses.durable import (
+    NO_CONVERSATION,
+    Append,
+    DurableResponses,
+    StreamedOutput,
+)
 from frontend_svc.responses.ids import frontend_of, is_durable, response_id
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
@@ -187,18 +191,21 @@ class StoredResponses:
         if isinstance(error, Unavailable):
             raise error
 
-    async def start(
-        self,
-        response_id: str,
-        stored: StoredResponse,
-        caller: Caller,
-        request: bytes,
-        created: int,
-        append: Append,
-    ) -> None:
-        """Has a response run in the background: see `DurableResponses.start`."""
+    @property
+    def durable(self) -> DurableResponses:
+        """Those of the batch service, after `require_durable`."""
         assert self._durable is not None, "checked before"
-        await self._durable.start(response_id, stored, caller, request, created, append)
+        return self._durable
+
+    async def read_stream(
+        self, response_id: str, tenant: str, run: int = 0, parts: int = 0, *, waits: bool = False
+    ) -> StreamedOutput:
+        """Returns output of a response in the background: see `DurableResponses.read_stream`."""
+        if is_durable(response_id) and self._durable is not None:
+            return await self._durable.read_stream(response_id, tenant, run, parts, waits=waits)
+        await self._get_kept(response_id, tenant)
+        text = f"the response {response_id!r} was not made with 'background' and 'stream'"
+        raise InvalidRequest(text, "stream")
 
     async def cancel(self, response_id: str, tenant: str = "") -> bytes:
         """Ends a response in the background; returns its object. Raises as `get`, and

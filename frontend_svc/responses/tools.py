@@ -7,9 +7,9 @@ that only a server of the vendor can run are left out, so the model cannot call 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from common.errors import Unsupported
 from frontend_svc.openai.body.fields import HostedTool
@@ -58,6 +58,21 @@ def name_in_chat(namespace: str | None, name: str) -> str:
     if namespace is None:
         return name
     return f"{namespace.removesuffix(_SEPARATOR)}{_SEPARATOR}{name}"
+
+
+def names_in_response(tools: Iterable[Mapping[str, Any]]) -> FunctionNames:
+    """Returns the names of the functions of a response.
+
+    - tools: of its object. Any: JSON.
+    """
+    return FunctionNames(
+        {
+            name_in_chat(tool["name"], inner["name"]): (tool["name"], inner["name"])
+            for tool in tools
+            if tool["type"] == "namespace"
+            for inner in tool["tools"]
+        }
+    )
 
 
 def chat_tools(request: ResponsesRequest) -> ChatTools:

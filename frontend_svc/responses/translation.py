@@ -79,22 +79,13 @@ def parse_responses(body: bytes) -> ResponsesRequest:
     if request.stream_options is not None and not request.stream:
         text = "'stream_options' is only allowed when 'stream' is true."
         raise InvalidRequest(text, "stream_options", reason=INVALID_VALUE)
-    if request.background:
-        _check_background(request)
+    if request.background and request.store is False:
+        text = "'background' needs 'store': the response is read when it has ended."
+        raise InvalidRequest(text, "background", reason=INVALID_VALUE)
     if request.named_conversation is not None and request.previous_response_id is not None:
         text = "'conversation' and 'previous_response_id' exclude each other."
         raise InvalidRequest(text, "conversation", reason=INVALID_VALUE)
     return request
-
-
-def _check_background(request: ResponsesRequest) -> None:
-    """Raises InvalidRequest and Unsupported for what a response in the background cannot have."""
-    if request.store is False:
-        text = "'background' needs 'store': the response is read when it has ended."
-        raise InvalidRequest(text, "background", reason=INVALID_VALUE)
-    if request.stream:
-        text = "a response in the background is no stream; read it until it has ended"
-        raise Unsupported("stream", text)
 
 
 def references(request: ResponsesRequest) -> Mapping[int, str]:

@@ -24,6 +24,7 @@ from frontend_svc.media.loader import MediaLoader
 from frontend_svc.members import Members
 from frontend_svc.readiness import Readiness
 from frontend_svc.responses.endpoint import ResponsesApi, StoredResponseHandlers
+from frontend_svc.responses.follow import ResponseStreams
 from frontend_svc.responses.stored import StoredResponses
 from frontend_svc.routes.adapters import AdapterDirectory
 from frontend_svc.routes.handlers import (
@@ -54,12 +55,14 @@ class ApiDependencies:
         members: Members,
         batches: BatchClient,
         registry: Registry,
+        is_draining: Callable[[], bool],
     ) -> None:
         """
         - readiness: of this process.
         - combine: adds the readiness of the other processes of this frontend.
         - encode_metrics: of the frontend.
         - registry: has the desired adapters.
+        - is_draining: whether this process is about to end.
         """
         config = endpoints.config
         fetcher = None
@@ -71,9 +74,10 @@ class ApiDependencies:
         self.media = MediaLoader(fetcher, config.media_limit_mb << 20)
         self.no_media = MediaLoader(None, config.media_limit_mb << 20)
         conversations = Conversations(batches)
-        self.responses = ResponsesApi(stored, conversations)
+        streams = ResponseStreams(stored, is_draining)
+        self.responses = ResponsesApi(stored, streams, conversations)
         self.conversations = ConversationHandlers(conversations)
-        self.stored_responses = StoredResponseHandlers(stored)
+        self.stored_responses = StoredResponseHandlers(stored, streams)
         self.health = HealthHandlers(endpoints.models, readiness, combine)
         self.models = ModelHandlers(endpoints.models, readiness)
         self.usage = UsageHandlers(endpoints.usage.store, time.time)

@@ -295,7 +295,7 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         path="/v1/responses/{id}",
         handler=_plain(lambda dependencies: dependencies.stored_responses.get),
         permission=Permission.INFER,
-        operation=Operation(summary="Returns a stored response", query=ResponseQuery),
+        operation=Operation(summary="Returns a stored response", query=ResponseQuery, streams=True),
     ),
     RouteEntry(
         method="DELETE",

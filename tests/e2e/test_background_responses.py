@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.kit.waiting import WAIT_S, wait_for
 pytestmark = pytest.mark.slow
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
-# Any: fields of a body. A response that takes seconds.
+# Any, here and below: fields of a body.
+IGNORING_EOS: Any = {"extra_body": {"nvext": {"ignore_eos": True}}}
+# A response that takes seconds.
 LONG: Any = {"max_output_tokens": 600, "extra_body": {"nvext": {"ignore_eos": True}}}
 # One that does not end during a test.
 ENDLESS: Any = {"max_output_tokens": 100_000, "extra_body": {"nvext": {"ignore_eos": True}}}
@@ -142,11 +145,172 @@ def test_a_tenant_with_too_many_responses_is_refused(mesh: Mesh, client: openai.
         client.responses.cancel(response_id)
 
 
+def stream(client: openai.OpenAI, text: str = "Hello", **fields: Any) -> Any:
+    return start(client, text, stream=True, **fields)
+
+
+def by_number(events: Iterable[Any]) -> dict[int, Any]:
+    return {event.sequence_number: event for event in events}
+
+
+def resumed(mesh: Mesh, response_id: str, last: int | None) -> list[Any]:
+    """The events after one, of any frontend: as a client reads them that loses its connection."""
+    events: list[Any] = []
+
+    def read() -> bool:
+        with sdk(mesh) as client:
+            after = events[-1].sequence_number if events else last
+            try:
+                # Keeps the events before an error.
+                events.extend(
+                    client.responses.retrieve(
+                        response_id,
+                        stream=True,
+                        starting_after=openai.omit if after is None else after,
+                    )
+                )
+            except openai.BadRequestError:
+                raise
+            except openai.APIError:
+                return False
+        return bool(events) and events[-1].type.removeprefix("response.") in ENDED
+
+    wait_for(read, "the stream has ended", 4 * WAIT_S)
+    return events
+
+
+def test_a_stream_in_the_background_is_resumed_at_another_frontend(
+    mesh: Mesh, client: openai.OpenAI
+) -> None:
+    first: list[Any] = []
+    with stream(client, **LONG) as events:
+        for event in events:
+            first.append(event)
+            if event.type == "response.output_text.delta" and len(first) > 20:
+                break
+    response_id = first[0].response.id
+    assert [event.type for event in first[:3]] == [
+        f"response.{name}" for name in ("created", "queued", "in_progress")
+    ]
+    assert (first[0].response.status, first[0].response.background) == ("queued", True)
+    assert client.responses.retrieve(response_id).status == "in_progress"
+    with sdk(mesh, mesh.urls[1]) as other:
+        rest = list(
+            other.responses.retrieve(
+                response_id, stream=True, starting_after=first[-1].sequence_number
+            )
+        )
+        again = list(other.responses.retrieve(response_id, stream=True))
+    whole = [*first, *rest]
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    assert again == whole
+    assert whole[-1].type == "response.incomplete"
+    text = "".join(e.delta for e in whole if e.type == "response.output_text.delta")
+    assert whole[-1].response == client.responses.retrieve(response_id)
+    assert text == whole[-1].response.output_text
+    assert text == client.responses.create(model=MODEL, input="Hello", **LONG).output_text
+
+
+def test_a_stream_survives_frontends_workers_and_the_batch_service(mesh: Mesh) -> None:
+    with sdk(mesh) as client, stream(client, "Survive", **LONG) as events:
+        first = [next(events) for _ in range(16)]
+    response_id = first[0].response.id
+    for kind in ("frontend", "batch", "worker"):
+        mesh.running(kind)[0].kill()
+        mesh.spawn(kind).wait_ready()
+    wait_for(mesh.is_complete, "the frontends use the router and all workers")
+    whole = [*first, *resumed(mesh, response_id, first[-1].sequence_number)]
+    with sdk(mesh) as client:
+        expected = client.responses.create(model=MODEL, input="Survive", **LONG)
+        again = by_number(client.responses.retrieve(response_id, stream=True))
+    text = "".join(e.delta for e in whole if e.type == "response.output_text.delta")
+    assert text == expected.output_text
+    assert by_number(whole) == again
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+
+
+def test_a_stream_whose_next_run_differs_ends_with_an_error(mesh: Mesh) -> None:
+    with sdk(mesh) as client:
+        with stream(client, **ENDLESS) as events:
+            first = [next(events) for _ in range(16)]
+            response_id = first[0].response.id
+            mesh.running("batch")[0].kill()
+            # The sim repeats itself: the output of the lost run is made another one.
+            with sqlite3.connect(mesh.folder / "batches.db") as database:
+                database.execute(
+                    "UPDATE response_parts SET content = ? WHERE response_id = ? AND number = 0",
+                    (b'["content","Other"]\n', response_id),
+                )
+            mesh.spawn("batch").wait_ready()
+            with pytest.raises(openai.APIError, match="read the stream again") as restarted:
+                list(events)
+        assert restarted.value.code == "stream_restarted"
+        with pytest.raises(openai.BadRequestError, match="the next one differs") as refused:
+            client.responses.retrieve(
+                response_id, stream=True, starting_after=first[-1].sequence_number
+            )
+        assert (refused.value.code, refused.value.param) == (
+            "stream_restarted",
+            "starting_after",
+        )
+        with client.responses.retrieve(response_id, stream=True) as again:
+            event = next(again)
+        assert (event.type, event.sequence_number) == ("response.created", 10_000_000)
+        client.responses.cancel(response_id)
+
+
+def test_the_stream_helper_of_the_sdk_begins_and_resumes(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model=MODEL, input="Hi", background=True, max_output_tokens=16, **IGNORING_EOS
+    ) as events:
+        response_id = next(iter(events)).response.id  # type: ignore[union-attr]
+    with client.responses.stream(response_id=response_id, starting_after=5) as events:
+        numbers = [event.sequence_number for event in events]
+    assert numbers[0] == 6
+    ended = client.responses.retrieve(response_id)
+    assert (ended.status, numbers) == ("incomplete", list(range(6, numbers[-1] + 1)))
+
+
+def test_a_cancelled_stream_ends(client: openai.OpenAI) -> None:
+    with stream(client, **ENDLESS) as events:
+        created = next(events)
+        client.responses.cancel(created.response.id)
+        *_, last = events
+    assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    with stream(client, **ENDLESS) as events:
+        client.responses.delete(next(events).response.id)
+        with pytest.raises(openai.APIError, match="not stored"):
+            list(events)
+
+
+def test_what_is_no_stream_is_refused(mesh: Mesh, client: openai.OpenAI) -> None:
+    plain = start(client).id
+    foreground = client.responses.create(model=MODEL, input="Hi", max_output_tokens=4).id
+    for response_id in (plain, foreground):
+        with pytest.raises(openai.BadRequestError, match="'background' and 'stream'") as refused:
+            client.responses.retrieve(response_id, stream=True)
+        assert refused.value.param == "stream"
+    *_, last = stream(client)
+    url = f"{mesh.url}/v1/responses/{last.response.id}"
+    for query, param in (
+        ("starting_after=1", "starting_after"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("stream=true&starting_after=10000000", "starting_after"),
+        ("stream=maybe", "stream"),
+        ("stream=true&include_obfuscation=true", "include_obfuscation"),
+    ):
+        response = mesh.http.get(f"{url}?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert mesh.http.get(f"{url[:-4]}0000?stream=true").status_code == 404
+    head = mesh.http.head(f"{url}?stream=true")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"].startswith("text/event-stream")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"store": False}, "background"),
-        ({"stream": True}, "stream"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],

@@ -31,6 +31,14 @@ class Responses(frontend_pb2_grpc.BackgroundResponseServiceServicer):
     async def RunResponse(self, request: Any, context: Any) -> frontend_pb2.RunResponseResponse:
         return frontend_pb2.RunResponseResponse(status=200)
 
+    async def RunStream(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[frontend_pb2.RunStreamResponse]:
+        yield frontend_pb2.RunStreamResponse(deltas=b'["content","Hi"]\n')
+        if request.run.response_id != "resp_cut":
+            ended = frontend_pb2.RunResponseResponse(status=200)
+            yield frontend_pb2.RunStreamResponse(ended=ended)
+
 
 def instance(instance_id: int, port: int) -> Instance:
     return Instance(instance_id, "mesh", "frontend", f"f-{instance_id}", f"127.0.0.1:{port}")
@@ -90,3 +98,14 @@ async def test_a_frontend_that_gave_no_response_is_the_last_choice(
         async with frontends_of(dead) as frontends:
             for _ in range(2):
                 assert (await frontends.run_response(RUN)).status == 503
+
+
+async def test_the_output_of_a_stream_arrives_before_its_end() -> None:
+    parts: list[bytes] = []
+    async with frontend(1) as one, frontends_of(one) as frontends:
+        assert (await frontends.run_stream(RUN, parts.append)).status == 200
+        assert parts == [b'["content","Hi"]\n']
+        cut = ResponseRun(OWNER, ResponseRow("resp_cut", b"{}", ()), b"{}", 7)
+        reply = await frontends.run_stream(cut, parts.append)
+        assert (reply.status, reply.retry_after_s, len(parts)) == (503, 0.5, 2)
+        assert b"without a response" in reply.body

@@ -870,6 +870,7 @@ class ListProgressResponse(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     RUNNER_ID_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    RESPONSES_FIELD_NUMBER: _builtins.int
     runner_id: _builtins.int
     """Instance id of the service that has the lease of the runner. 0: none has it."""
     fence: _builtins.int
@@ -878,17 +879,56 @@ class ListProgressResponse(_message.Message):
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
         """Newest first."""
 
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResponseCount]:
+        """Responses in the background by tenant and status. Empty: there are none, or the service is of an
+        older version.
+        """
+
     def __init__(
         self,
         *,
         batches: _abc.Iterable[Global___Progress] | None = ...,
         runner_id: _builtins.int = ...,
         fence: _builtins.int = ...,
+        responses: _abc.Iterable[Global___ResponseCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "fence", b"fence", "runner_id", b"runner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "fence", b"fence", "responses", b"responses", "runner_id", b"runner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListProgressResponse: _TypeAlias = ListProgressResponse  # noqa: Y015
+
+@_typing.final
+class ResponseCount(_message.Message):
+    """Responses in the background of one tenant with one status."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty: the frontend has no API keys."""
+    status: _builtins.str
+    """As in the Responses API: `queued`, `in_progress`, `completed`, `incomplete`, `failed` or
+    `cancelled`.
+    """
+    count: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        status: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "status", b"status", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResponseCount: _TypeAlias = ResponseCount  # noqa: Y015

@@ -251,10 +251,13 @@ class StartResponseRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     APPEND_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     request: _builtins.bytes
     """What a frontend needs to run it, for `RunResponse`."""
     created_at: _builtins.int
     """Unix seconds of its object."""
+    streams: _builtins.bool
+    """Whether its output is stored as it is generated, for ReadStream."""
     @_builtins.property
     def owner(self) -> _batch_pb2.Owner:
         """Which client calls, and by which key the response runs."""
@@ -275,10 +278,11 @@ class StartResponseRequest(_message.Message):
         request: _builtins.bytes = ...,
         created_at: _builtins.int = ...,
         append: Global___Append | None = ...,
+        streams: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "owner", b"owner", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "created_at", b"created_at", "owner", b"owner", "request", b"request", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "created_at", b"created_at", "owner", b"owner", "request", b"request", "response", b"response", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,3 +356,81 @@ class CancelResponseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelResponseResponse: _TypeAlias = CancelResponseResponse  # noqa: Y015
+
+@_typing.final
+class ReadStreamRequest(_message.Message):
+    """Requests output of a response."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    response_id: _builtins.str
+    """Id of the response."""
+    run: _builtins.int
+    """Run of which the caller has parts."""
+    parts: _builtins.int
+    """Parts that it has."""
+    waits: _builtins.bool
+    """Whether to wait some seconds if there are no more."""
+    @_builtins.property
+    def owner(self) -> _batch_pb2.Owner:
+        """Which client calls."""
+
+    def __init__(
+        self,
+        *,
+        owner: _batch_pb2.Owner | None = ...,
+        response_id: _builtins.str = ...,
+        run: _builtins.int = ...,
+        parts: _builtins.int = ...,
+        waits: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "parts", b"parts", "response_id", b"response_id", "run", b"run", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadStreamRequest: _TypeAlias = ReadStreamRequest  # noqa: Y015
+
+@_typing.final
+class ReadStreamResponse(_message.Message):
+    """Output of a response."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    HAS_ENDED_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    response: _builtins.bytes
+    """Its object, as JSON, with its present status."""
+    has_ended: _builtins.bool
+    """Whether it has ended, so that no parts follow."""
+    run: _builtins.int
+    """Number of its run, from 0: grows if a run is lost and the output of the next one begins otherwise.
+    If it is not that of the request, the parts are the first ones of this run.
+    """
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Deltas, as in `RunStreamResponse` of the frontend: all parts after those of the caller."""
+
+    def __init__(
+        self,
+        *,
+        response: _builtins.bytes = ...,
+        has_ended: _builtins.bool = ...,
+        run: _builtins.int = ...,
+        parts: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_ended", b"has_ended", "parts", b"parts", "response", b"response", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadStreamResponse: _TypeAlias = ReadStreamResponse  # noqa: Y015

@@ -61,6 +61,11 @@ class StoredResponseServiceStub:
                 request_serializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseResponse.FromString,
                 _registered_method=True)
+        self.ReadStream = channel.unary_unary(
+                '/kvmesh.batch.v1.StoredResponseService/ReadStream',
+                request_serializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamResponse.FromString,
+                _registered_method=True)
 
 
 class StoredResponseServiceServicer:
@@ -106,6 +111,14 @@ class StoredResponseServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadStream(self, request, context):
+        """Returns output of a response that was started with `streams`, as far as it is stored. NOT_FOUND;
+        INVALID_ARGUMENT if it was started without `streams`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoredResponseServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +146,11 @@ def add_StoredResponseServiceServicer_to_server(servicer, server):
                     servicer.CancelResponse,
                     request_deserializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseRequest.FromString,
                     response_serializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseResponse.SerializeToString,
+            ),
+            'ReadStream': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadStream,
+                    request_deserializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamRequest.FromString,
+                    response_serializer=kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,6 +290,33 @@ class StoredResponseService:
             '/kvmesh.batch.v1.StoredResponseService/CancelResponse',
             kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseRequest.SerializeToString,
             kvmesh_dot_batch_dot_v1_dot_responses__pb2.CancelResponseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.batch.v1.StoredResponseService/ReadStream',
+            kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamRequest.SerializeToString,
+            kvmesh_dot_batch_dot_v1_dot_responses__pb2.ReadStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,10 @@ class StoredResponseServiceStub:
     """Ends a response that runs in the background; one that has ended stays as it is. NOT_FOUND;
     INVALID_ARGUMENT if it did not run in the background.
     """
+    ReadStream: _grpc.UnaryUnaryMultiCallable[_responses_pb2.ReadStreamRequest, _responses_pb2.ReadStreamResponse]
+    """Returns output of a response that was started with `streams`, as far as it is stored. NOT_FOUND;
+    INVALID_ARGUMENT if it was started without `streams`.
+    """
 
 @_typing.type_check_only
 class StoredResponseServiceAsyncStub(StoredResponseServiceStub):
@@ -74,6 +78,10 @@ class StoredResponseServiceAsyncStub(StoredResponseServiceStub):
     CancelResponse: _aio.UnaryUnaryMultiCallable[_responses_pb2.CancelResponseRequest, _responses_pb2.CancelResponseResponse]  # type: ignore[assignment]
     """Ends a response that runs in the background; one that has ended stays as it is. NOT_FOUND;
     INVALID_ARGUMENT if it did not run in the background.
+    """
+    ReadStream: _aio.UnaryUnaryMultiCallable[_responses_pb2.ReadStreamRequest, _responses_pb2.ReadStreamResponse]  # type: ignore[assignment]
+    """Returns output of a response that was started with `streams`, as far as it is stored. NOT_FOUND;
+    INVALID_ARGUMENT if it was started without `streams`.
     """
 
 class StoredResponseServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +133,16 @@ class StoredResponseServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_responses_pb2.CancelResponseResponse, _abc.Awaitable[_responses_pb2.CancelResponseResponse]]:
         """Ends a response that runs in the background; one that has ended stays as it is. NOT_FOUND;
         INVALID_ARGUMENT if it did not run in the background.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadStream(
+        self,
+        request: _responses_pb2.ReadStreamRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_responses_pb2.ReadStreamResponse, _abc.Awaitable[_responses_pb2.ReadStreamResponse]]:
+        """Returns output of a response that was started with `streams`, as far as it is stored. NOT_FOUND;
+        INVALID_ARGUMENT if it was started without `streams`.
         """
 
 def add_StoredResponseServiceServicer_to_server(servicer: StoredResponseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -562,3 +562,60 @@ class RunResponseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
 
 Global___RunResponseResponse: _TypeAlias = RunResponseResponse  # noqa: Y015
+
+@_typing.final
+class RunStreamRequest(_message.Message):
+    """A response in the background whose output is stored as it is generated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___RunResponseRequest:
+        """The response."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___RunResponseRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunStreamRequest: _TypeAlias = RunStreamRequest  # noqa: Y015
+
+@_typing.final
+class RunStreamResponse(_message.Message):
+    """Output, or the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTAS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    deltas: _builtins.bytes
+    """Deltas of the output, each as a JSON list and a line break: `["content", TEXT]`,
+    `["reasoning", TEXT]`, `["call", INDEX, NAME, ID]`, `["arguments", INDEX, TEXT]`. All but those of
+    a call end with their text.
+    """
+    @_builtins.property
+    def ended(self) -> Global___RunResponseResponse:
+        """The last message."""
+
+    def __init__(
+        self,
+        *,
+        deltas: _builtins.bytes = ...,
+        ended: Global___RunResponseResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ended", b"ended", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ended", b"ended", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["deltas", "ended"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___RunStreamResponse: _TypeAlias = RunStreamResponse  # noqa: Y015

@@ -321,6 +321,11 @@ class BackgroundResponseServiceStub:
                 request_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.FromString,
                 _registered_method=True)
+        self.RunStream = channel.unary_stream(
+                '/kvmesh.frontend.v1.BackgroundResponseService/RunStream',
+                request_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamResponse.FromString,
+                _registered_method=True)
 
 
 class BackgroundResponseServiceServicer:
@@ -336,6 +341,14 @@ class BackgroundResponseServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunStream(self, request, context):
+        """Runs a response as RunResponse does, and sends its output as it is generated. The last message has
+        the response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BackgroundResponseServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -343,6 +356,11 @@ def add_BackgroundResponseServiceServicer_to_server(servicer, server):
                     servicer.RunResponse,
                     request_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.FromString,
                     response_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.SerializeToString,
+            ),
+            'RunStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.RunStream,
+                    request_deserializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamRequest.FromString,
+                    response_serializer=kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -374,6 +392,33 @@ class BackgroundResponseService:
             '/kvmesh.frontend.v1.BackgroundResponseService/RunResponse',
             kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseRequest.SerializeToString,
             kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunResponseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvmesh.frontend.v1.BackgroundResponseService/RunStream',
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamRequest.SerializeToString,
+            kvmesh_dot_frontend_dot_v1_dot_frontend__pb2.RunStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

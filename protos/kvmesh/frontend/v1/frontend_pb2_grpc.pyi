@@ -168,6 +168,10 @@ class BackgroundResponseServiceStub:
     """Runs a response like a request of a client, and returns it, whatever its status is.
     UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
     """
+    RunStream: _grpc.UnaryStreamMultiCallable[_frontend_pb2.RunStreamRequest, _frontend_pb2.RunStreamResponse]
+    """Runs a response as RunResponse does, and sends its output as it is generated. The last message has
+    the response.
+    """
 
 @_typing.type_check_only
 class BackgroundResponseServiceAsyncStub(BackgroundResponseServiceStub):
@@ -179,6 +183,10 @@ class BackgroundResponseServiceAsyncStub(BackgroundResponseServiceStub):
     RunResponse: _aio.UnaryUnaryMultiCallable[_frontend_pb2.RunResponseRequest, _frontend_pb2.RunResponseResponse]  # type: ignore[assignment]
     """Runs a response like a request of a client, and returns it, whatever its status is.
     UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+    """
+    RunStream: _aio.UnaryStreamMultiCallable[_frontend_pb2.RunStreamRequest, _frontend_pb2.RunStreamResponse]  # type: ignore[assignment]
+    """Runs a response as RunResponse does, and sends its output as it is generated. The last message has
+    the response.
     """
 
 class BackgroundResponseServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -194,6 +202,16 @@ class BackgroundResponseServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_frontend_pb2.RunResponseResponse, _abc.Awaitable[_frontend_pb2.RunResponseResponse]]:
         """Runs a response like a request of a client, and returns it, whatever its status is.
         UNAUTHENTICATED if the API key does not exist any more. The end of the call ends the request.
+        """
+
+    @_abc_1.abstractmethod
+    def RunStream(
+        self,
+        request: _frontend_pb2.RunStreamRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_frontend_pb2.RunStreamResponse], _abc.AsyncIterator[_frontend_pb2.RunStreamResponse]]:
+        """Runs a response as RunResponse does, and sends its output as it is generated. The last message has
+        the response.
         """
 
 def add_BackgroundResponseServiceServicer_to_server(servicer: BackgroundResponseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -205,6 +205,7 @@ async def served(
             Members(),
             BatchClient(Members(), PLAINTEXT),
             MemoryRegistry(),
+            lambda: False,
         )
         public: AsgiApp = dispatcher(routes("/metrics"), api)
         if keys is not None:

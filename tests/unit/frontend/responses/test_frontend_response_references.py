@@ -55,7 +55,7 @@ async def test_a_response_is_read_and_parsed_once_for_all_references(
     monkeypatch.setattr(endpoint, "_conversation", counting)
     stored = FakeStored()
     # Any: of the stored responses only `get` is used.
-    api = ResponsesApi(cast(Any, stored), cast(Any, None))
+    api = ResponsesApi(cast(Any, stored), cast(Any, None), cast(Any, None))
     ids = [item_id("msg", ID, 0, is_input=True), item_id("msg", ID, 0)] * 3
     found = await api._referenced(request_of(*ids), "acme", (), None)
     assert [cast(Any, found[index]).content for index in range(6)] == ["in", "out"] * 3

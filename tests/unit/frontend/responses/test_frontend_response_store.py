@@ -139,9 +139,10 @@ def test_a_page_after_an_unknown_item_is_refused() -> None:
         items_page(ITEMS, parse_query(ItemsQuery, [("after", "msg_99")]))
 
 
-def test_events_of_a_stored_response_are_refused() -> None:
-    assert parse_query(ResponseQuery, [("stream", "false")]).stream is None
-    for name, value in (("stream", "true"), ("starting_after", "1")):
-        with pytest.raises(Unsupported) as raised:
-            parse_query(ResponseQuery, [(name, value)])
-        assert raised.value.field == name
+def test_a_query_of_events_has_the_number_of_the_last_one() -> None:
+    query = parse_query(ResponseQuery, [("stream", "true"), ("starting_after", "1")])
+    assert (query.stream, query.starting_after) == (True, 1)
+    assert not parse_query(ResponseQuery, [("stream", "false")]).stream
+    with pytest.raises(Unsupported) as raised:
+        parse_query(ResponseQuery, [("include_obfuscation", "true")])
+    assert raised.value.field == "include_obfuscation"

@@ -228,7 +228,6 @@ def test_the_text_format_is_the_response_format_of_the_chat() -> None:
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 FILE = {"type": "input_file", "file_id": "f"}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"background": True, "stream": True}, "stream"),
     ({"truncation": "auto"}, "truncation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"service_tier": "flex"}, "service_tier"),
