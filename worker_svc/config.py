@@ -147,10 +147,11 @@ class WorkerConfig(ServiceConfig):
     server_ca_path: Path | None = None
     """PEM certificate authorities of https servers. Unset: those of the system."""
     server_kv_events: str = ""
-    """tcp://HOST:PORT where the server publishes KV events. Empty: as SGLang states itself; vLLM
-    does not. For one server only."""
+    """tcp://HOST:PORT where the server publishes KV events; with the host *, at the host of each
+    server. Empty: as SGLang states itself; vLLM does not."""
     server_kv_replay: str = ""
-    """tcp://HOST:PORT where the server replays KV events. Empty: as SGLang states itself."""
+    """tcp://HOST:PORT where the server replays KV events, as server_kv_events. Empty: as SGLang
+    states itself."""
     server_start_s: Annotated[float, Field(ge=0)] = 600.0
     """Seconds to wait for a server that does not respond yet when the worker starts."""
     server_connections: PositiveInt = 1024
@@ -213,14 +214,16 @@ class WorkerConfig(ServiceConfig):
             value = getattr(self, name)
             if value and not re.fullmatch(r"tcp://[^:/]+:[0-9]+|tcp://\[[^]]+\]:[0-9]+", value):
                 found.append(f"{name}: {value!r} is not tcp://HOST:PORT")
-            if value and self.has_several_servers:
-                found.append(f"{name}: needs one server; others would have the same address")
+            if value and self.has_several_servers and not value.startswith("tcp://*:"):
+                found.append(
+                    f"{name}: must be tcp://*:PORT, because each server has its own address"
+                )
         if self.server_ca_path is not None and not self.server_ca_path.is_file():
             found.append(f"server_ca_path: there is no file {self.server_ca_path}")
         if self.role != "aggregated":
             found.append("role: the openai engine only supports aggregated")
-        if self.has_several_servers and (self.port or self.stream_port):
-            found.append("port: must be 0, because each server becomes a worker of its own")
+        if self.has_several_servers and self.stream_port:
+            found.append("stream_port: must be 0, because each server becomes a worker of its own")
         if self.has_several_servers and self.metrics_port:
             found.append("metrics_port: must be 0, because each server becomes a worker of its own")
         if self.server_dns and not self.server_dns.startswith("http://"):

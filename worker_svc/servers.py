@@ -3,23 +3,29 @@
 Every server has its own id, card, ports, publisher and life cycle (`common.service.lifecycle.run`),
 so that routers, indexers and frontends need no notion of it: a server that is lost, removed or
 restarted is a worker that is. A worker that ends is started again with a pause that grows.
+
+The process has health of its own, on `port` and on the health port: SERVING ("") while its workers
+get work of their peers, or it has no server. A server that does not respond does not count, unless
+none responds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 import structlog
 
 from common.errors import MeshError, Unavailable
+from common.rpc import channel as rpc
+from common.rpc.interceptors import RunningCalls
 from common.runtime.config import ConfigError
 from common.runtime.member_key import MemberKey
 from common.service import lifecycle as life
@@ -30,10 +36,18 @@ from worker_svc.config import WorkerConfig, url_problem
 
 # Between two looks at the file or the name.
 DISCOVERY_INTERVAL_S: Final = 2.0
+# A name server that restarts may deny a name: that it has no address counts after as many answers.
+EMPTY_ANSWERS: Final = 5
+READY_INTERVAL_S: Final = 0.2
+# Of a name without addresses; others are failures of the name server.
+_NO_ADDRESS: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 RESTART_PAUSE_MIN_S: Final = 1.0
 RESTART_PAUSE_MAX_S: Final = 30.0
 
 log = structlog.get_logger()
+
+# Returns the URL of each address of a URL's host; raises OSError.
+FindAddresses: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
 
 
 def build_worker(config: WorkerConfig, *, instance_id: int, member_key: MemberKey | None) -> App:
@@ -55,6 +69,10 @@ class _Member:
         self.left = app.left
         self.drain = app.drain
         self.close = app.close
+
+    @property
+    def is_routable(self) -> bool:
+        return self._app.routable.is_routable
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         self.lifecycle = lifecycle
@@ -81,30 +99,58 @@ class _Server:
             self.member.lifecycle.drain(reason)
 
 
-class ServersApp:
-    """The workers of all configured servers."""
+async def find_addresses(url: str) -> Sequence[str]:
+    """Returns the URL with each address of its host name in place of the name; none if the name has
+    no address, as one of Kubernetes without pods. Raises OSError if that is unknown."""
+    parts = urlsplit(url)
+    port = parts.port or 80
+    loop = asyncio.get_running_loop()
+    try:
+        rows = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in _NO_ADDRESS:
+            return []
+        raise
+    hosts = sorted({str(row[4][0]) for row in rows})
+    return [f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts]
 
-    def __init__(self, config: WorkerConfig) -> None:
+
+class ServersApp:
+    """The workers of all configured servers. look_up: of `server_dns`."""
+
+    def __init__(self, config: WorkerConfig, look_up: FindAddresses = find_addresses) -> None:
         self._config = config
+        self._look_up = look_up
+        self._empty_answers = 0
+        self._calls = RunningCalls()
+        self._security = rpc.security_from_config(config)
+        self._server = rpc.server(security=self._security, calls=self._calls)
         self._servers: dict[str, _Server] = {}
         self._ready: asyncio.Event = asyncio.Event()
         self._lifecycle: Lifecycle | None = None
         self._last_problem = ""
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
-        """Returns when the worker of one server is registered; without servers at once.
+        """Returns when the worker of one server is registered; at once without servers, and for a
+        name, whose servers come and go.
 
         Raises ConfigError for a file that cannot be read, Unavailable if no server responds.
         """
         self._lifecycle = lifecycle
+        lifecycle.health.await_routable()
+        lifecycle.spawn(self._follow_routable(lifecycle), name="health of the process")
+        addresses = await self._serve_health(lifecycle)
         try:
             self._apply(await self._find_urls())
         except (OSError, ValueError) as error:
-            raise ConfigError([f"{self._source}: {error}"]) from error
+            if not self._config.server_dns:
+                raise ConfigError([f"{self._source}: {error}"]) from error
+            self._report(error)
         lifecycle.spawn(self._discover(), name="server discovery")
         if not self._servers:
             log.warning("no_servers", source=self._source)
-            return ServiceInfo("0", {})
+        if not self._servers or self._config.server_dns:
+            return ServiceInfo("0", addresses)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.server_start_s + DISCOVERY_INTERVAL_S):
                 await self._ready.wait()
@@ -113,7 +159,7 @@ class ServersApp:
             urls = ", ".join(self._servers)
             limit_s = self._config.server_start_s
             raise Unavailable(f"none of these servers serves within {limit_s:g} s: {urls}")
-        return infos[0]
+        return ServiceInfo(infos[0].instance_id, {**infos[0].addresses, **addresses})
 
     async def register(self) -> None:
         """Does nothing: each worker registers itself."""
@@ -129,14 +175,15 @@ class ServersApp:
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Waits for the end of all workers. Returns the URLs of those that still run."""
         tasks = {one.task: url for url, one in self._servers.items() if one.task is not None}
-        if not tasks:
-            return []
-        limit_s = grace_s + life.DRAIN_MARGIN_S - 1.0
-        _, pending = await asyncio.wait(tasks, timeout=limit_s)
+        pending: set[asyncio.Task[None]] = set()
+        if tasks:
+            limit_s = grace_s + life.DRAIN_MARGIN_S - 1.0
+            _, pending = await asyncio.wait(tasks, timeout=limit_s)
+        await rpc.stop(self._server, 0.0, self._calls)
         return [tasks[task] for task in pending]
 
     async def close(self) -> None:
-        """Does nothing: the tasks of the workers have ended."""
+        await self._server.stop(None)
 
     @property
     def _source(self) -> str:
@@ -151,18 +198,48 @@ class ServersApp:
                 self._apply(await self._find_urls())
                 self._last_problem = ""
             except (OSError, ValueError) as error:
-                # The servers found before stay.
-                if str(error) != self._last_problem:
-                    self._last_problem = str(error)
-                    log.warning("server_discovery_failed", source=self._source, error=str(error))
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Logs a lookup that failed, once: the servers found before stay."""
+        if str(error) != self._last_problem:
+            self._last_problem = str(error)
+            log.warning("server_discovery_failed", source=self._source, error=str(error))
 
     async def _find_urls(self) -> Sequence[str]:
-        """Returns the URLs of all servers. Raises OSError, and ValueError for an invalid line."""
+        """Returns the URLs of all servers; those found before if a name has had no address for less
+        than EMPTY_ANSWERS lookups. Raises OSError, and ValueError for an invalid line."""
         if self._config.server_file is not None:
             return await asyncio.to_thread(read_urls, self._config.server_file)
         if self._config.server_dns:
-            return await find_addresses(self._config.server_dns)
+            urls = await self._look_up(self._config.server_dns)
+            self._empty_answers = 0 if urls else self._empty_answers + 1
+            return urls if urls or self._empty_answers >= EMPTY_ANSWERS else list(self._servers)
         return self._config.server_urls
+
+    async def _serve_health(self, lifecycle: Lifecycle) -> dict[str, str]:
+        """Serves health on the port of the process, if it has one; returns its address."""
+        config = self._config
+        if not config.port:
+            return {}
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        rpc.add_health(self._server, lifecycle.health.servicer)
+        await self._server.start()
+        return {"grpc": rpc.join_address(config.advertise_host or config.host, port)}
+
+    async def _follow_routable(self, lifecycle: Lifecycle) -> None:
+        """Reports to those that ask for the health of the process whether it does its work."""
+        was_routable = False
+        while True:
+            if (is_routable := self._is_routable) != was_routable:
+                was_routable = is_routable
+                await lifecycle.health.set_routable(is_routable)
+            await asyncio.sleep(READY_INTERVAL_S)
+
+    @property
+    def _is_routable(self) -> bool:
+        members = [one.member for one in self._servers.values() if one.info and one.member]
+        return all(one.is_routable for one in members) and bool(members or not self._servers)
 
     def _apply(self, urls: Sequence[str]) -> None:
         """Starts the workers of new servers, and drains those of others."""
@@ -217,6 +294,7 @@ class ServersApp:
                 "server_urls": (url,),
                 "server_file": None,
                 "server_dns": None,
+                "port": 0,
                 "stable_name": f"{name}-{parts.hostname}-{parts.port}" if name else "",
             }
         )
@@ -235,13 +313,3 @@ def read_urls(path: Path) -> Sequence[str]:
         if url:
             found.append(url.rstrip("/"))
     return list(dict.fromkeys(found))
-
-
-async def find_addresses(url: str) -> Sequence[str]:
-    """Returns the URL with each address of its host name in place of the name. Raises OSError."""
-    parts = urlsplit(url)
-    port = parts.port or 80
-    loop = asyncio.get_running_loop()
-    rows = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    hosts = sorted({str(row[4][0]) for row in rows})
-    return [f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts]

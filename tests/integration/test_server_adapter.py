@@ -9,16 +9,24 @@ import asyncio
 import json
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import AsyncMock
 
+import grpc.aio
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import InvalidRequest, Unavailable, Unsupported, WorkerLost
+from common.registry.file import FileRegistry
+from common.registry.instances import SERVER_META_KEY
 from common.request.preprocessed import (
     FinishReason,
     OutputOptions,
@@ -28,10 +36,12 @@ from common.request.preprocessed import (
 )
 from common.runtime.config import ConfigError, read_config
 from common.runtime.free_ports import free_ports
+from tests.kit.apps import living
 from tests.kit.model_server import CONTEXT_LENGTH, MODEL, ModelServer, next_token
 from tests.kit.processes import Mesh
 from tests.kit.requests import context, preprocessed_request
-from tests.kit.waiting import until, wait_for
+from tests.kit.waiting import WAIT_S, until, wait_for
+from worker_svc import servers
 from worker_svc.config import WorkerConfig
 from worker_svc.conformance.checks import all_checks
 from worker_svc.conformance.harness import TimeLimits
@@ -40,7 +50,7 @@ from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.engines.openai import client
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.engine import ServerEngine
-from worker_svc.servers import find_addresses, read_urls
+from worker_svc.servers import EMPTY_ANSWERS, ServersApp, find_addresses, read_urls
 
 APIS: Sequence[Literal["sglang", "vllm"]] = ("sglang", "vllm")
 # For requests whose server hangs, on a busy machine.
@@ -369,6 +379,89 @@ def test_streams_continue_on_another_server_and_the_file_adds_and_removes_server
 
 
 @pytest.mark.slow
+async def test_a_name_adds_and_removes_servers_and_health_is_that_of_their_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "DISCOVERY_INTERVAL_S", 0.02)
+    port = free_ports(1)
+    config = WorkerConfig(
+        engine="openai",
+        server_dns="http://model-servers:30000",
+        registry_path=tmp_path,
+        port=port,
+        notice_s=0.0,
+    )
+    names, registry = NameServer(), FileRegistry(tmp_path)
+
+    async def served() -> set[str]:
+        members = (await registry.snapshot(config.namespace)).instances.values()
+        return {f"http://{one.meta[SERVER_META_KEY]}" for one in members}
+
+    async def serves(*expected: ModelServer) -> bool:
+        return await served() == {server.url for server in expected}
+
+    with ModelServer("sglang") as first, ModelServer("sglang") as second:
+        names.error = OSError("no name server responds")
+        async with (
+            living(ServersApp(config, names.look_up)),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+
+            async def is_ready() -> bool:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+            await until(is_ready, "there is nothing to do")
+            names.error = None
+            names.urls = [first.url]
+            await until(partial(serves, first), "a server is found")
+            await until(is_ready, "its worker gets work")
+            names.urls = [first.url, second.url]
+            await until(partial(serves, first, second), "a second one is found")
+            names.urls = [second.url]
+            await until(partial(serves, second), "the first one has left")
+            names.error = OSError("no name server responds")
+            lookups = names.lookups
+            await until(lambda: names.lookups > lookups + 2 * EMPTY_ANSWERS, "lookups fail")
+            assert await serves(second), "it stays"
+            names.error, names.urls, names.empty_answers = None, [], 0
+            await until(serves, "a name without addresses has no servers")
+            assert names.empty_answers >= EMPTY_ANSWERS
+            await until(is_ready, "there is nothing to do")
+    await registry.close()
+
+
+class NameServer:
+    """A name whose addresses a test sets."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self.error: OSError | None = None
+        self.lookups = 0
+        self.empty_answers = 0
+
+    async def look_up(self, url: str) -> list[str]:
+        assert url == "http://model-servers:30000"
+        self.lookups += 1
+        if self.error is not None:
+            raise self.error
+        self.empty_answers += not self.urls
+        return self.urls
+
+
+async def test_a_name_without_addresses_differs_from_a_name_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    for code, is_known in ((socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)):
+        failing = AsyncMock(side_effect=socket.gaierror(code, "x"))
+        monkeypatch.setattr(loop, "getaddrinfo", failing, raising=False)
+        with nullcontext() if is_known else pytest.raises(socket.gaierror):
+            assert await find_addresses("http://model-servers:5") == []
+
+
+@pytest.mark.slow
 def test_a_server_without_token_ids_gets_the_bodies_of_clients(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "outer").mkdir()
@@ -400,7 +493,12 @@ def test_invalid_settings_of_servers_are_named(tmp_path: Path) -> None:
         "--server-kv-events: 'x' is not tcp": [
             *("--engine=openai", "--server-urls=http://a", "--server-kv-events=x"),
         ],
-        "--port: must be 0": ["--engine=openai", "--server-urls=http://a,http://b", "--port=7"],
+        "--stream-port: must be 0": [
+            *("--engine=openai", "--server-urls=http://a,http://b", "--stream-port=7"),
+        ],
+        "--server-kv-events: must be tcp://*:PORT": [
+            *("--engine=openai", "--server-dns=http://a", "--server-kv-events=tcp://b:5557"),
+        ],
         "--server-urls: only the engine openai": ["--server-urls=http://a"],
         "--role: the openai engine": ["--engine=openai", "--server-urls=http://a", "--role=decode"],
     }

@@ -186,16 +186,16 @@ def _sglang_addresses(
         events = {}
     if events.get("publisher") != "zmq" and not config.kv_events_address:
         return None, "the server publishes no KV events: start it with --kv-events-config"
-    found = KvAddresses(
-        config.kv_events_address or resolve_address(events.get("endpoint", "tcp://*:5557"), url),
-        config.kv_replay_address
-        or (
-            resolve_address(events["replay_endpoint"], url)
-            if events.get("replay_endpoint")
-            else None
-        ),
+    stated = events.get("endpoint", "tcp://*:5557")
+    replay = config.kv_replay_address or events.get("replay_endpoint")
+    return _addresses(config.kv_events_address or stated, replay, url), ""
+
+
+def _addresses(events: str, replay: str | None, url: str) -> KvAddresses:
+    """Returns the addresses as others reach them."""
+    return KvAddresses(
+        resolve_address(events, url), resolve_address(replay, url) if replay else None
     )
-    return found, ""
 
 
 async def _read_vllm(
@@ -211,7 +211,7 @@ async def _read_vllm(
     if cache.get("enable_prefix_caching") == "False":
         off_reason = "prefix caching is off"
     elif config.kv_events_address:
-        addresses = KvAddresses(config.kv_events_address, config.kv_replay_address or None)
+        addresses = _addresses(config.kv_events_address, config.kv_replay_address, client.url)
         off_reason = ""
     return ServerFacts(
         api="vllm",
