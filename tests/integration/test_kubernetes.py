@@ -52,7 +52,8 @@ def test_every_overlay_and_component_is_checked() -> None:
     assert {path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml")} == {
         *OVERLAYS
     }
-    used = {component for components in COMBINED.values() for component in components}
+    used = {component for _, components in COMBINED.values() for component in components}
+    used.add("pod")  # of the folders that have Deployments
     for overlay in OVERLAYS:
         document = yaml.safe_load(
             (FOLDER / "overlays" / overlay / "kustomization.yaml").read_text()
@@ -94,6 +95,24 @@ DEFECTS: Mapping[str, tuple[str, str, str]] = {
     "monitoring": ("ha", "replacement: kvmesh", "replacement: mesh"),
     "topology": ("sglang-gpu", "value: zone=$(ZONE)", "value: rack=$(ZONE)"),
     "namespaces": ("sim", "pod-security.kubernetes.io/enforce: restricted", "kvmesh.io/x: y"),
+    "gateway": ("gateway", "targetPort: ext-proc", "targetPort: health"),
+    "gateway/port": ("gateway", "//model-servers:30000", "//model-servers:30001"),
+    "gateway/headless": (
+        "gateway",
+        "clusterIP: None\n  ports:\n  - name: http",
+        "ports:\n  - name: http",
+    ),
+    "gateway/pool": (
+        "gateway",
+        "matchLabels:\n      app: model-server",
+        "matchLabels:\n      app: model",
+    ),
+    "gateway/istio": ("gateway-istio", "  host: picker\n", "  host: pickers\n"),
+    "settings/picker": ("gateway", "KVMESH_EPP_HEALTH_PORT", "KVMESH_EPP_HEALTHY_PORT"),
+    "ports/picker": ("gateway", "containerPort: 9002", "containerPort: 9004"),
+    "probes/picker": ("gateway", "service: readiness", "service: ready"),
+    "grace/picker": ("gateway", "sleep:\n", "wake:\n"),
+    "network/gateway": ("gateway", 'kvmesh.io/gateway: "true"', 'kvmesh.io/gateway: "no"'),
     "network": ("sim", "  - port: 7002\n", "  - port: 7003\n"),
     "network/open": ("sim", "  - Ingress\n  - Egress\n", "  - Egress\n"),
 }
@@ -135,8 +154,12 @@ def test_no_secret_is_in_the_repository_and_all_are_generated_once(tmp_path: Pat
         return {str(path.relative_to(tmp_path)): path.read_text() for path in files}
 
     made = generate()
-    document = yaml.safe_load((FOLDER / "secrets/kustomization.yaml").read_text())
-    listed = {file for secret in document["secretGenerator"] for file in secret["files"]}
+    listed = {
+        str(path.parent.relative_to(FOLDER / "secrets") / file)
+        for path in FOLDER.glob("secrets/**/kustomization.yaml")
+        for secret in yaml.safe_load(path.read_text())["secretGenerator"]
+        for file in secret["files"]
+    }
     assert made.keys() == listed
     assert len(set(made.values())) == len(made)
     assert generate() == made

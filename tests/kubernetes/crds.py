@@ -1,7 +1,8 @@
 """Schemas of the custom resources of deploy/kubernetes: the fields that it uses, and no others.
 
 No package of the supported versions of Python has the schemas of these kinds. Fields, types and
-values are those of prometheus-operator 0.93 and KEDA 2.20.
+values are those of prometheus-operator 0.93, KEDA 2.20, the inference extension of the Gateway API
+1.5, the Gateway API 1.5 and Istio 1.30.
 """
 
 from __future__ import annotations
@@ -119,6 +120,85 @@ _SCALED_OBJECT: Final = _object(
         "triggers": {"type": "array", "items": _TRIGGER, "minItems": 1},
     }
 )
+_NAME: Final[Schema] = {
+    "type": "string",
+    "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+    "maxLength": 253,
+}
+_PORT: Final = _object({"number": {"type": "integer", "minimum": 1, "maximum": 65_535}})
+_POOL: Final = _object(
+    {
+        # One value a label, as in the selector of a Service.
+        "selector": _object({"matchLabels": {**_TEXTS, "minProperties": 1}}),
+        "targetPorts": {
+            "type": "array",
+            "items": _PORT,
+            "minItems": 1,
+            "maxItems": 8,
+            "uniqueItems": True,
+        },
+        # The port is required for a Service, which is the default of `kind`.
+        "endpointPickerRef": _object(
+            {"name": _NAME, "port": _PORT}, {"failureMode": {"enum": ["FailOpen", "FailClose"]}}
+        ),
+    },
+    {"appProtocol": {"enum": ["http", "kubernetes.io/h2c"]}},
+)
+_ROUTE: Final = _object(
+    {
+        "parentRefs": {"type": "array", "items": _object({"name": _NAME}), "minItems": 1},
+        "rules": {
+            "type": "array",
+            "items": _object(
+                {
+                    "matches": {
+                        "type": "array",
+                        "items": _object(
+                            {
+                                "path": _object(
+                                    {
+                                        "type": {"enum": ["Exact", "PathPrefix"]},
+                                        "value": {"type": "string", "pattern": "^/"},
+                                    }
+                                )
+                            }
+                        ),
+                    },
+                    "backendRefs": {
+                        "type": "array",
+                        "items": _object(
+                            {
+                                "group": {"const": "inference.networking.k8s.io"},
+                                "kind": {"const": "InferencePool"},
+                                "name": _NAME,
+                            }
+                        ),
+                    },
+                    "timeouts": _object(
+                        {"request": {"type": "string", "pattern": "^\\d+(ms|s|m|h)$"}}
+                    ),
+                }
+            ),
+            "minItems": 1,
+            "maxItems": 16,
+        },
+    }
+)
+_DESTINATION: Final = _object(
+    {
+        "host": _NAME,
+        "trafficPolicy": _object(
+            {
+                "tls": _object(
+                    {
+                        "mode": {"enum": ["DISABLE", "SIMPLE", "MUTUAL", "ISTIO_MUTUAL"]},
+                        "insecureSkipVerify": {"type": "boolean"},
+                    }
+                )
+            }
+        ),
+    }
+)
 # By API version and kind.
 SCHEMAS: Final[Mapping[tuple[str, str], Schema]] = {
     key: _resource(*key, spec)
@@ -126,5 +206,8 @@ SCHEMAS: Final[Mapping[tuple[str, str], Schema]] = {
         ("monitoring.coreos.com/v1", "PodMonitor"): _MONITOR,
         ("monitoring.coreos.com/v1", "PrometheusRule"): _RULES,
         ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
+        ("inference.networking.k8s.io/v1", "InferencePool"): _POOL,
+        ("gateway.networking.k8s.io/v1", "HTTPRoute"): _ROUTE,
+        ("networking.istio.io/v1", "DestinationRule"): _DESTINATION,
     }.items()
 }

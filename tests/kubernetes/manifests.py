@@ -19,9 +19,14 @@ from tests.kit.images import ROOT
 # JSON of Kubernetes.
 Json = dict[str, Any]
 
-OVERLAYS: Final = ("sim", "ha", "sglang-gpu", "existing-consul")
-# Overlays of the checks, by their components: those that no overlay of the repository has.
-COMBINED: Final[Mapping[str, tuple[str, ...]]] = {"sglang-hpa": ("sglang", "ha", "hpa")}
+OVERLAYS: Final = ("sim", "ha", "sglang-gpu", "existing-consul", "gateway")
+_GATEWAY: Final = ("gateway", "secrets/picker")
+# Overlays of the checks: those that no overlay of the repository has. Resources beside base and
+# secrets, and components.
+COMBINED: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "sglang-hpa": ((), ("sglang", "ha", "hpa")),
+    "gateway-istio": (_GATEWAY, ("ha", "monitoring", "istio", "stock-servers")),
+}
 NAMESPACE: Final = "kvmesh"
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
 WORKLOADS: Final = ("Deployment", "StatefulSet")
@@ -42,15 +47,17 @@ def copy_with_secrets(folder: Path) -> Path:
     kubernetes = target / "kubernetes"
     shutil.copytree(ROOT / "deploy", target, ignore=shutil.ignore_patterns(*secrets))
     shutil.rmtree(kubernetes / "secrets" / "consul", ignore_errors=True)
+    for path in (kubernetes / "secrets" / "picker").glob("tls.*"):
+        path.unlink()
     subprocess.run([kubernetes / "secrets" / "make.sh"], check=True)
-    for name, components in COMBINED.items():
+    for name, (resources, components) in COMBINED.items():
         overlay = kubernetes / "overlays" / name
         overlay.mkdir()
         document = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
             "namespace": NAMESPACE,
-            "resources": ["../../base", "../../secrets"],
+            "resources": [f"../../{path}" for path in ("base", "secrets", *resources)],
             "components": [f"../../components/{component}" for component in components],
         }
         (overlay / "kustomization.yaml").write_text(yaml.safe_dump(document))

@@ -8,7 +8,16 @@ from typing import Final
 
 from tests.kubernetes.manifests import NAMESPACE, Json, Manifests, selects
 from tools.kubernetes import connections
-from tools.kubernetes.connections import Anywhere, Connection, Namespace, Peer, Pods, Port
+from tools.kubernetes.connections import (
+    Anywhere,
+    Connection,
+    LabelledNamespaces,
+    Namespace,
+    OtherPods,
+    Peer,
+    Pods,
+    Port,
+)
 
 _NAMESPACE_LABEL: Final = "kubernetes.io/metadata.name"
 _OF_OTHERS: Final = {connections.HEALTH, connections.METRICS}
@@ -24,6 +33,7 @@ class Endpoint:
     component: str = ""
     namespace: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    namespace_labels: Mapping[str, str] = field(default_factory=dict)
 
 
 OUTSIDE: Final = Endpoint("outside")
@@ -39,6 +49,7 @@ def needed(manifests: Manifests) -> tuple[Connection, ...]:
         *(connections.REGISTRY if has_consul else connections.EXISTING_REGISTRY),
         *(connections.MONITORING if manifests.names("PodMonitor") else ()),
         *(connections.SGLANG if is_sglang else ()),
+        *(connections.GATEWAY if manifests.names("InferencePool") else ()),
     )
 
 
@@ -70,13 +81,15 @@ def undeclared_ports(manifests: Manifests) -> list[str]:
         declared = {
             Port(port["containerPort"], port.get("protocol", "TCP")) for port in pod.ports.values()
         }
-        expected = {
-            port
+        to_pod = [
+            connection
             for connection in needed(manifests)
             if isinstance(connection.target, Pods) and pod.component in connection.target.components
-            for port in connection.ports
-        }
-        if not expected <= declared or declared - expected - _OF_OTHERS:
+        ]
+        expected = {port for connection in to_pod for port in connection.ports}
+        others = declared - expected - _OF_OTHERS
+        is_open = any(not connection.ports for connection in to_pod)
+        if not expected <= declared or (others and not is_open):
             found.append(f"{pod.name} declares {sorted(declared)}, not {sorted(expected)}")
     return found
 
@@ -114,7 +127,7 @@ def _permits_rule(rule: Json, direction: str, other: Endpoint, port: Port) -> bo
 def _is_peer(peer: Json, other: Endpoint) -> bool:
     if other is OUTSIDE:
         return False  # No rule of ours has an ipBlock.
-    names = {_NAMESPACE_LABEL: other.namespace}
+    names = {_NAMESPACE_LABEL: other.namespace, **other.namespace_labels}
     in_namespace = (
         selects(peer["namespaceSelector"], names)
         if "namespaceSelector" in peer
@@ -124,14 +137,17 @@ def _is_peer(peer: Json, other: Endpoint) -> bool:
 
 
 def _others(wanted: Iterable[Connection]) -> Iterator[Endpoint]:
-    """Yields a pod of each other namespace."""
-    seen = set()
-    for connection in wanted:
-        for side in (connection.source, connection.target):
-            if isinstance(side, Namespace) and side not in seen:
-                seen.add(side)
-                labels = dict(side.labels)
-                yield Endpoint(f"namespace {side.name}", namespace=side.name, labels=labels)
+    """Yields a pod of each peer that does not belong to the mesh."""
+    sides = (side for one in wanted for side in (one.source, one.target))
+    for side in dict.fromkeys(sides):
+        match side:
+            case Namespace(name, labels):
+                yield Endpoint(f"namespace {name}", namespace=name, labels=dict(labels))
+            case LabelledNamespaces(key, value):
+                text = f"a pod of a namespace with {key}"
+                yield Endpoint(text, namespace="labelled", namespace_labels={key: value})
+            case OtherPods(key, value):
+                yield Endpoint(f"a pod with {key}", namespace=NAMESPACE, labels={key: value})
 
 
 def _pairs(
@@ -151,5 +167,9 @@ def _is_side(side: Peer, endpoint: Endpoint) -> bool:
             return endpoint.component in components
         case Namespace(name, labels):
             return endpoint.namespace == name and dict(labels).items() <= endpoint.labels.items()
+        case LabelledNamespaces(key, value):
+            return endpoint.namespace_labels.get(key) == value
+        case OtherPods(key, value):
+            return endpoint.namespace == NAMESPACE and endpoint.labels.get(key) == value
         case Anywhere():
             return not endpoint.component

@@ -26,11 +26,13 @@ from common.service.lifecycle import (
     FLUSH_TIMEOUT_S,
     LEFT_MARGIN_S,
 )
+from epp_svc.app import LIVE_SERVICE, READY_SERVICES
+from epp_svc.config import EppConfig
 from frontend_svc.config import FrontendConfig
 from router_svc.config import RouterConfig
 from tests.kit.images import CONFIGS, ROOT, read_container_config
 from tests.kubernetes import network
-from tests.kubernetes.manifests import NAMESPACE, Manifests, Pod, selects
+from tests.kubernetes.manifests import COMPONENT_LABEL, NAMESPACE, Manifests, Pod, selects
 from tools.dashboards.catalog import catalog
 from tools.kubernetes import connections
 from worker_svc.config import WorkerConfig
@@ -74,18 +76,16 @@ def read_config_of(pod: Pod, folder: Path) -> tuple[ServiceConfig, list[str]]:
 
 
 def _of_stand_in(pod: Pod, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns settings of the sim in the place of those that only an image with SGLang accepts."""
-    if pod.target != "worker-sglang":
-        return {}
-    mounts = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
-    path = Path(variables["KVMESH_WORKER_MODEL_PATH"])
-    assert any(path.is_relative_to(mount) for mount in mounts), f"no volume has {path}"
-    assert isinstance(json.loads(variables["KVMESH_WORKER_ENGINE_ARGS"]), dict)
-    return {
-        "KVMESH_WORKER_ENGINE": "sim",
-        "KVMESH_WORKER_MODEL_PATH": str(ROOT / "worker_svc/engines/sim/model"),
-        "KVMESH_WORKER_ENGINE_ARGS": "",
-    }
+    """Returns settings in the place of those that need a filled volume, or an image with SGLang."""
+    found = {}
+    if path := variables.get("KVMESH_WORKER_MODEL_PATH"):
+        mounts = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
+        assert any(Path(path).is_relative_to(mount) for mount in mounts), f"no volume has {path}"
+        found["KVMESH_WORKER_MODEL_PATH"] = str(ROOT / "worker_svc/engines/sim/model")
+    if pod.target == "worker-sglang":
+        assert isinstance(json.loads(variables["KVMESH_WORKER_ENGINE_ARGS"]), dict)
+        found |= {"KVMESH_WORKER_ENGINE": "sim", "KVMESH_WORKER_ENGINE_ARGS": ""}
+    return found
 
 
 @cache
@@ -117,16 +117,15 @@ def settings(manifests: Manifests) -> list[str]:
                 found.append(f"{pod.name} lacks a token")
             if config.insecure:
                 found.append(f"{pod.name} must not be insecure")
-            if isinstance(config, WorkerConfig) and config.role not in ("prefill", "decode"):
-                found.append(f"{pod.name} has the role {config.role}")
-            if isinstance(config, WorkerConfig) and config.role != pod.component:
+            role = "aggregated" if pod.component == "adapter" else pod.component
+            if isinstance(config, WorkerConfig) and config.role != role:
                 found.append(f"{pod.name} is the component {pod.component}")
     return found
 
 
 def _ports_of(config: ServiceConfig) -> dict[str, int | None]:
     """Returns the ports that a service binds, by the name that its manifest has."""
-    has_streams = not isinstance(config, FrontendConfig | BatchConfig)
+    has_streams = not isinstance(config, FrontendConfig | BatchConfig | EppConfig)
     streams = config.stream_port if has_streams else None
     found = {
         "grpc": config.port,
@@ -135,6 +134,7 @@ def _ports_of(config: ServiceConfig) -> dict[str, int | None]:
         "metrics": config.metrics_port,
     }
     names = {"http_port": "http", "otlp_port": "otlp", "bootstrap_port": "bootstrap"}
+    names |= {"ext_proc_port": "ext-proc"}
     return found | {port: getattr(config, name, None) for name, port in names.items()}
 
 
@@ -156,7 +156,7 @@ def probes(manifests: Manifests) -> list[str]:
     """Probes ask a port that the service binds for a health service that it has."""
     found = []
     for pod, config in _configs(manifests):
-        container = pod.container
+        container, is_picker = pod.container, isinstance(config, EppConfig)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[kind]
             grpc = probe["grpc"]
@@ -164,7 +164,8 @@ def probes(manifests: Manifests) -> list[str]:
             if grpc["port"] not in {config.health_port, config.port} & declared:
                 found.append(f"{pod.name}: {kind} asks port {grpc['port']}")
             # Readiness is that of the whole process: routable.
-            expected = "" if kind == "readinessProbe" else MEMBER_SERVICE
+            ready, live = (READY_SERVICES[1], LIVE_SERVICE) if is_picker else ("", MEMBER_SERVICE)
+            expected = ready if kind == "readinessProbe" else live
             if pod.component != "console" and grpc.get("service", "") != expected:
                 found.append(f"{pod.name}: {kind} asks for {grpc.get('service', '')!r}")
             if probe["timeoutSeconds"] > probe["periodSeconds"]:
@@ -184,7 +185,7 @@ def grace(manifests: Manifests) -> list[str]:
         needed_s = hook_s.get("seconds", 0) + config.notice_s + config.drain_s + _CLOSING_S
         if pod.spec["terminationGracePeriodSeconds"] < needed_s:
             found.append(f"{pod.name} needs {needed_s:g} s to stop")
-        if isinstance(config, FrontendConfig) and not hook_s:
+        if isinstance(config, FrontendConfig | EppConfig) and not hook_s:
             found.append(f"{pod.name} stops before load balancers have removed it")
     return found
 
@@ -218,8 +219,10 @@ def selectors(manifests: Manifests) -> list[str]:
         if not all(selects(spread["labelSelector"], pod.labels) for spread in spreads):
             found.append(f"{pod.name}: a spread constraint counts other pods")
     for service in manifests.of_kind("Service"):
-        hits = manifests.selected({"matchLabels": service["spec"]["selector"]})
-        name = service["metadata"]["name"]
+        labels, name = service["spec"]["selector"], service["metadata"]["name"]
+        if labels == {connections.MODEL_SERVERS.key: connections.MODEL_SERVERS.value}:
+            continue  # Its pods are those of the operator; see `gateway`.
+        hits = manifests.selected({"matchLabels": labels})
         if len(hits) != 1:
             found.append(f"service {name} selects {[hit.name for hit in hits]}")
         targets = {port["targetPort"] for port in service["spec"]["ports"]}
@@ -248,8 +251,20 @@ def _policy_selectors(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield spec["podSelector"]
     for rule in (*spec.get("ingress", []), *spec.get("egress", [])):
         for peer in (*rule.get("from", []), *rule.get("to", [])):
-            if "namespaceSelector" not in peer:
+            if "namespaceSelector" not in peer and not _may_be_absent(peer["podSelector"]):
                 yield peer["podSelector"]
+
+
+def _may_be_absent(selector: Mapping[str, Any]) -> bool:
+    """Whether a selector is of pods that an overlay may lack: workers of the mesh, or the model
+    servers in their place."""
+    labels = dict(selector.get("matchLabels", {}))
+    if labels == {connections.MODEL_SERVERS.key: connections.MODEL_SERVERS.value}:
+        return True
+    named = {labels.get(COMPONENT_LABEL)}
+    for expression in selector.get("matchExpressions", []):
+        named = set(expression["values"])
+    return named <= set(connections.WORKERS)
 
 
 def references(manifests: Manifests) -> list[str]:
@@ -356,7 +371,7 @@ def secrets(manifests: Manifests) -> list[str]:
     for pod in manifests.services:
         for variable, value in pod.variables(FIELDS).items():
             is_secret = re.search("TOKEN|PASSWORD|SECRET|_KEY(_|$)|HEADERS", variable)
-            if is_secret and not variable.endswith("_FILE"):
+            if is_secret and not variable.endswith(("_FILE", "_PATH")):
                 found.append(f"{pod.name}: {variable}={value}")
     values = {
         value.strip()
@@ -466,7 +481,7 @@ def monitoring(manifests: Manifests) -> list[str]:
     for monitor in manifests.of_kind("PodMonitor"):
         spec = monitor["spec"]
         hits = manifests.selected(spec["selector"])
-        if {hit.name for hit in hits} != {pod.name for pod in manifests.services}:
+        if hits != [pod for pod in manifests.services if "metrics" in pod.ports]:
             found.append(f"the monitor selects {[hit.name for hit in hits]}")
         (endpoint,) = spec["podMetricsEndpoints"]
         found += [f"{hit.name} has no metrics" for hit in hits if "metrics" not in hit.ports]
@@ -530,6 +545,45 @@ def namespaces(manifests: Manifests) -> list[str]:
     return found
 
 
+def gateway(manifests: Manifests) -> list[str]:
+    """Gateways reach the pickers, and the pods of their pool are the servers of the adapters."""
+    found = []
+    services = {item["metadata"]["name"]: item["spec"] for item in manifests.of_kind("Service")}
+    pools = {item["metadata"]["name"]: item["spec"] for item in manifests.of_kind("InferencePool")}
+    for name, pool in pools.items():
+        reference = pool["endpointPickerRef"]
+        picker = services.get(reference["name"], {})
+        ports = {port["port"]: port for port in picker.get("ports", [])}
+        port = ports.get(reference["port"]["number"], {})
+        if (port.get("targetPort"), port.get("appProtocol")) != ("ext-proc", "http2"):
+            found.append(f"pool {name}: its picker serves {port}")
+        numbers = [target["number"] for target in pool["targetPorts"]]
+        for pod, config in _configs(manifests):
+            if not isinstance(config, WorkerConfig):
+                continue
+            url = urlsplit(config.server_dns or "")
+            servers = services.get(str(url.hostname), {})
+            if servers.get("selector") != pool["selector"]["matchLabels"]:
+                found.append(f"{pod.name}: {config.server_dns} has other pods than pool {name}")
+            if servers.get("clusterIP") != "None" or [url.port] != numbers:
+                found.append(f"{pod.name}: {config.server_dns} has no address or port of each pod")
+    backends = {
+        reference["name"]
+        for route in manifests.of_kind("HTTPRoute")
+        for rule in route["spec"]["rules"]
+        for reference in rule["backendRefs"]
+    }
+    found += [f"there is no pool {name}" for name in backends - pools.keys()]
+    pickers = {pool["endpointPickerRef"]["name"] for pool in pools.values()}
+    hosts = {rule["spec"]["host"] for rule in manifests.of_kind("DestinationRule")}
+    found += [f"a rule is for {host}, which is no picker" for host in hosts - pickers]
+    return found + [
+        f"{pod.name} serves gateways without TLS"
+        for pod, config in _configs(manifests)
+        if isinstance(config, EppConfig) and config.ext_proc_tls_cert_path is None
+    ]
+
+
 CHECKS: Final[Mapping[str, Check]] = {
     "settings": settings,
     "ports": ports,
@@ -548,5 +602,6 @@ CHECKS: Final[Mapping[str, Check]] = {
     "monitoring": monitoring,
     "topology": topology,
     "namespaces": namespaces,
+    "gateway": gateway,
     "network": network.find_problems,
 }

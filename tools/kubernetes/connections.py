@@ -35,11 +35,27 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledNamespaces:
+    """Pods of the namespaces with a label."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPods:
+    """Pods in the namespace of this mesh that do not belong to it, by a label."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Anywhere:
     """Any address, also outside of the cluster."""
 
 
-Peer = Pods | Namespace | Anywhere
+Peer = Pods | Namespace | LabelledNamespaces | OtherPods | Anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,9 @@ STREAMS: Final = Port(7002)
 BOOTSTRAP: Final = Port(7003)
 HTTP: Final = Port(8000)
 OTLP: Final = Port(8071)
+EXT_PROC: Final = Port(9002)
+# The health of a picker, where gateways expect it.
+PICKER_HEALTH: Final = Port(9003)
 METRICS: Final = Port(9464)
 CONSUL: Final = Port(8500)
 RAFT: Final = Port(8300)
@@ -114,3 +133,34 @@ MONITORING: Final = (
 )
 # The transfer engine of SGLang listens on ports that the system chooses.
 SGLANG: Final = (Connection(_WORKERS, _WORKERS, (), "transfer of KV between engines"),)
+_PICKER, _ADAPTER = Pods(("picker",)), Pods(("adapter",))
+_OF_GATEWAY = Pods(("picker", "adapter"))
+# The pods of deploy/kubernetes/overlays/gateway.
+_BESIDE = ("frontend", "router", "indexer", "batch")
+_ALL = Pods((*_BESIDE, "console", "picker", "adapter"))
+GATEWAYS: Final = LabelledNamespaces("kvmesh.io/gateway", "true")
+MODEL_SERVERS: Final = OtherPods("app", "model-server")
+GATEWAY: Final = (
+    Connection(GATEWAYS, _PICKER, (EXT_PROC, PICKER_HEALTH), "picks and health for gateways"),
+    Connection(_PICKER, _ROUTER, (STREAMS,), "sessions of pickers"),
+    # The workers of an adapter listen on ports that the system chooses.
+    Connection(_ALL, _ADAPTER, (), "all that peers request of a worker"),
+    Connection(_CONSUL, _ADAPTER, (), "checks of the workers of an adapter"),
+    Connection(_ADAPTER, MODEL_SERVERS, (), "requests to model servers, their KV events"),
+    Connection(_ADAPTER, _INDEXER, (STREAMS,), "KV events and load of model servers"),
+    Connection(
+        _ADAPTER, Pods(("frontend", "router", "picker")), (GRPC,), "acknowledgement of a server"
+    ),
+    Connection(_ROUTER, _PICKER, (GRPC,), "acknowledgement of a router by a picker"),
+    Connection(
+        Pods(("frontend", "picker")), Pods(("frontend", "picker")), (GRPC,), "recent requests"
+    ),
+    Connection(_ALL, _PICKER, (PICKER_HEALTH,), "probe of a picker that the registry suspects"),
+    Connection(_CONSUL, _PICKER, (PICKER_HEALTH,), "checks of the pickers"),
+    Connection(_OF_GATEWAY, Pods(_BESIDE), (HEALTH,), "probe of a member by a picker or adapter"),
+    Connection(_OF_GATEWAY, _CONSUL, (CONSUL,), "the registry of pickers and adapters"),
+    Connection(_OF_GATEWAY, _CONSOLE, (OTLP,), "spans of pickers and adapters"),
+    Connection(_CONSOLE, _PICKER, (GRPC, METRICS), "what the console shows of pickers"),
+    Connection(Namespace("monitoring"), _PICKER, (METRICS,), "metrics of pickers for Prometheus"),
+    Connection(_OF_GATEWAY, _NAMES, DNS, "names of services and model servers"),
+)

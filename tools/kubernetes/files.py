@@ -28,6 +28,7 @@ def generated_files() -> dict[Path, str]:
         ),
         components / "monitoring" / name: policies_file(connections.MONITORING, "-metrics"),
         components / "sglang" / name: policies_file(connections.SGLANG, "-transfer"),
+        FOLDER / "gateway" / name: policies_file(connections.GATEWAY, "-gateway"),
         components / "monitoring" / "prometheus-rule.yaml": _rule_file(),
         # Kustomize reads no file outside of its folder.
         FOLDER / "base" / "consul" / "policy.hcl": (

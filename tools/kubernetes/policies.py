@@ -8,7 +8,16 @@ from typing import Any, Final
 
 import yaml
 
-from tools.kubernetes.connections import Anywhere, Connection, Namespace, Peer, Pods, Port
+from tools.kubernetes.connections import (
+    Anywhere,
+    Connection,
+    LabelledNamespaces,
+    Namespace,
+    OtherPods,
+    Peer,
+    Pods,
+    Port,
+)
 
 NAME: Final = {"app.kubernetes.io/name": "kvmesh"}
 _COMPONENT: Final = "app.kubernetes.io/component"
@@ -83,6 +92,10 @@ def _rule(direction: str, peer: Peer, ports: Sequence[Port]) -> Json:
             selector: Json = {"namespaceSelector": {"matchLabels": {_NAMESPACE: name}}}
             selector |= {"podSelector": {"matchLabels": dict(labels)}} if labels else {}
             rule[direction] = [selector]
+        case LabelledNamespaces(key, value):
+            rule[direction] = [{"namespaceSelector": {"matchLabels": {key: value}}}]
+        case OtherPods(key, value):
+            rule[direction] = [{"podSelector": {"matchLabels": {key: value}}}]
         case Anywhere():
             pass
     if ports:
