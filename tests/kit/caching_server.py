@@ -217,7 +217,7 @@ class CachingServer(ModelServer):
             await self._publish()
         if path in ("/v1/chat/completions", "/v1/completions"):
             self.bodies.append(body)
-            await self._complete(writer, path, body)
+            await self._complete_prompt(writer, path, body)
             return
         await super()._route(writer, method, path, body)
 
@@ -247,7 +247,7 @@ class CachingServer(ModelServer):
         self.cache.store(ids)
         await self._publish()
 
-    async def _complete(
+    async def _complete_prompt(
         self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]
     ) -> None:
         if body.get("model") != MODEL:
