@@ -8,28 +8,40 @@ before, by single prompts and equal requests at once; the loads mix both.
   greatest absolute value;
 - `replays` of a load: the lowest and the highest 95th percentile of the single replays, about as
   far apart as two runs of one mesh;
-- `flaps`: of the recommended counts on ten days (`make bench-scaling`).
+- `flaps`: of the recommended counts on ten days (`make bench-scaling`);
+- `sglang` (`--sglang PYTHON`, of an environment with SGLang): `meshctl plan --check-s` on a mesh
+  with one SGLang worker, a tiny model on the CPU. Engine, mesh and clients share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.bench_mesh import BLOCK_SIZE, BLOCKS, play
 from bench.bench_scaling import DAY, SEEDS, azure
-from bench.measure import print_report
+from bench.measure import ROOT, print_report
 from bench.stacks import MODEL, mesh
+from bench.trees import environment
 from common.inspection.gateway import new_http_client
+from meshctl.commands.plan import capacity_of
+from meshctl.options import MeshConfig
 from meshctl.view.latencies import LatencyProbe
-from replay.engine import WorkerSettings
+from meshctl.view.members import read_members
 from replay.plan.search import Fleet, predict
-from replay.plan.speeds import Speeds, fit
+from replay.plan.speeds import Capacity, Speeds, fit
+from replay.plan.traffic import to_lines
 from replay.report import percentile
 from replay.scaling.day import day_of
 from replay.scaling.rules import MeshRule
@@ -37,6 +49,8 @@ from replay.scaling.run import run_day
 from replay.trace import TraceRequest
 
 SPEEDUP = 0.2
+# Of a request; SGLang's tiny model has a context of 4,096.
+SGLANG_TOKENS = 4000
 FLAGS = [
     *("--block-size", str(BLOCK_SIZE), "--total-kv-blocks", str(BLOCKS)),
     *("--speedup", str(SPEEDUP), "--step-limit-s", "60"),
@@ -72,10 +86,12 @@ LOADS = (
 )
 
 
-async def measure(port: int) -> Speeds:
+async def measure(port: int, registry: Path) -> Speeds:
+    members = await read_members(MeshConfig(registry="file", registry_path=registry))
+    capacity = Capacity(**capacity_of(members, MODEL))
     async with new_http_client(None) as http:
         found = await LatencyProbe(http, f"http://127.0.0.1:{port}", MODEL).measure()
-    return fit(found.prompts, found.decodes, found.pauses)
+    return fit(found.prompts, found.decodes, found.pauses, capacity)
 
 
 def measured(load: Load, port: int, seconds: float) -> dict[str, float]:
@@ -96,10 +112,13 @@ def measured(load: Load, port: int, seconds: float) -> dict[str, float]:
 def run_load(load: Load, speeds: Speeds | None, seconds: float) -> tuple[Speeds, dict[str, Any]]:
     """Returns the speeds, measured if they are None, and the figures of a load."""
     shape = "pd" if load.fleet.prefill else "agg"
-    with mesh(FLAGS, [], shape) as (port, _):
-        speeds = asyncio.run(measure(port)) if speeds is None else speeds
+    with (
+        tempfile.TemporaryDirectory(prefix="kvmesh-plan-") as folder,
+        mesh(FLAGS, [], shape, registry=(registry := Path(folder, "registry"))) as (port, _),
+    ):
+        speeds = asyncio.run(measure(port, registry)) if speeds is None else speeds
         found = measured(load, port, seconds)
-    worker = WorkerSettings(BLOCKS, BLOCK_SIZE)
+    worker = speeds.capacity.settings(None, BLOCK_SIZE)
     predicted, _ = predict(load.fleet, load.requests(seconds), speeds, worker)
     figures: dict[str, Any] = {"load_1m": round(os.getloadavg()[0], 2)}
     for name, value in found.items():
@@ -115,6 +134,58 @@ def run_load(load: Load, speeds: Speeds | None, seconds: float) -> tuple[Speeds,
     return speeds, figures
 
 
+def sglang_point(python: str, seconds: float) -> dict[str, Any]:
+    """Returns the check of a plan on a mesh with one SGLang worker, and the speeds behind it."""
+    fitting = [
+        one for one in azure()[:2000] if one.input_tokens + one.output_tokens <= SGLANG_TOKENS
+    ]
+    with tempfile.TemporaryDirectory(prefix="kvmesh-plan-") as name:
+        folder = Path(name)
+        (folder / "trace.jsonl").write_text(to_lines(fitting))
+        with sglang_mesh(python, folder):
+            load = os.getloadavg()[0]
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "meshctl", "plan", str(folder / "trace.jsonl")),
+                    *("--model", "tiny", "--check-s", f"{seconds:g}", "--json"),
+                    *("--speeds", str(folder / "speeds.json"), "--aggregated"),
+                    # The plan itself does not matter here.
+                    *("--ttft-s", "1000", "--requests", "10"),
+                ],
+                env={**environment(ROOT), "KVMESH_REGISTRY_PATH": f"{folder}/registry"},
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+        speeds = json.loads((folder / "speeds.json").read_text())
+    return {
+        "load_1m_before": round(load, 2),
+        "load_1m": round(os.getloadavg()[0], 2),
+        **json.loads(done.stdout)["check"],
+        "speeds": speeds,
+    }
+
+
+@contextmanager
+def sglang_mesh(python: str, folder: Path) -> Iterator[None]:
+    """Runs a mesh whose registry is in the folder. python: of the environment of SGLang."""
+    command = [
+        *(python, "-m", "meshctl", "up", "--engine", "sglang", "--workers", "1"),
+        *("--model-name", "tiny", "--http-port", "0", "--ready-s", "300"),
+        *("--log-dir", f"{folder}/logs", "--registry-path", f"{folder}/registry"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment(ROOT))
+    assert process.stdout is not None
+    try:
+        # Ends: meshctl stops a mesh that is not ready in time.
+        while b"is served" not in (line := process.stdout.readline()):
+            if not line:
+                raise SystemExit("the mesh with SGLang did not start")
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
 def worst(found: Sequence[dict[str, Any]], name: str) -> float:
     errors: list[float] = [figures[name]["error"] for figures in found]
     return max(errors, key=abs)
@@ -123,7 +194,14 @@ def worst(found: Sequence[dict[str, Any]], name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=90.0, help="of each load")
+    parser.add_argument("--sglang", metavar="PYTHON", help="of an environment with SGLang")
+    parser.add_argument("--only-sglang", action="store_true", help="no sim workers")
     args = parser.parse_args()
+    figures: dict[str, Any]
+    if args.only_sglang:
+        figures = {"sglang": sglang_point(args.sglang or sys.executable, args.seconds)}
+        print_report("plan", vars(args), figures)
+        return
     speeds: Speeds | None = None
     loads: dict[str, dict[str, Any]] = {}
     for load in LOADS:
@@ -131,13 +209,15 @@ def main() -> None:
         sys.stdout.write(f"{load.name}: {loads[load.name]}\n")
         sys.stdout.flush()
     days = [run_day(day_of(azure(), seed), DAY, MeshRule(DAY.scaling)) for seed in SEEDS]
-    figures: dict[str, Any] = {
+    figures = {
         "ttft_p95_error": worst(list(loads.values()), "ttft_p95_s"),
         "itl_p95_error": worst(list(loads.values()), "itl_p95_s"),
         "flaps": sum(day.flaps for day in days),
         "speeds": speeds.to_json() if speeds else "",
         "loads": loads,
     }
+    if args.sglang:
+        figures["sglang"] = sglang_point(args.sglang, args.seconds)
     print_report("plan", vars(args), figures)
 
 

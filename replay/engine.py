@@ -75,6 +75,9 @@ class WorkerSettings:
     block_size: int = 512
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    is_mixed: bool = True
+    """Whether prompts and further tokens share a step; see `SimScheduler`."""
+
     timing: Timing = field(default=Timing())
     handoff: SimHandoffConfig = field(default=SimHandoffConfig())
 
@@ -113,6 +116,7 @@ class ReplayWorker:
             _EqualTokens(),
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            is_mixed=settings.is_mixed,
         )
         self._schedule = schedule
         self._on_tokens = on_tokens

@@ -120,6 +120,22 @@ def at_speed(requests: Sequence[TraceRequest], speed: float) -> list[TraceReques
     return [replace(request, at_s=request.at_s / speed) for request in requests]
 
 
+def with_block_size(
+    requests: Sequence[TraceRequest], old_size: int, new_size: int
+) -> list[TraceRequest]:
+    """Returns the requests with names for blocks of `new_size` tokens, which divides `old_size`."""
+    if new_size == old_size:
+        return list(requests)
+    parts = old_size // new_size
+    numbers: dict[int, int] = {}
+    found: list[TraceRequest] = []
+    for request in requests:
+        firsts = (numbers.setdefault(name, len(numbers)) * parts for name in request.hash_ids)
+        names = tuple(first + part for first in firsts for part in range(parts))
+        found.append(replace(request, hash_ids=names))
+    return found
+
+
 def largest_batch(requests: Sequence[TraceRequest]) -> int:
     """Returns the greatest number of requests with one arrival time."""
     return max(

@@ -93,6 +93,9 @@ class WorkerConfig(ServiceConfig):
     """Maximum of requests that the sim computes at once."""
     max_num_batched_tokens: PositiveInt = 8192
     """Maximum of tokens that the sim computes in one step."""
+    mixed_steps: bool = True
+    """The sim computes prompts and further tokens in one step. Off: prompts first, in steps of
+    their own, as SGLang does by default."""
     speedup: NonNegativeFloat = 1.0
     """Speed of the sim as a multiple of real time. 0: no delays."""
     prefill_tokens_per_s: Annotated[float, Field(ge=1)] = 12_000.0

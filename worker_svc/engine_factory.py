@@ -54,6 +54,7 @@ def _build_sim_engine(config: WorkerConfig) -> LLMEngine:
             host_kv_blocks=config.host_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            mixed_steps=config.mixed_steps,
             max_waiting=config.requests_max,
             timing=Timing(
                 base_s=config.step_ms / 1000,

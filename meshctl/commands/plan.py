@@ -20,7 +20,7 @@ from typing import Any
 import click
 import httpx
 
-from common.errors import Unavailable
+from common.errors import MeshError, Unavailable
 from common.inspection.gateway import (
     GatewayError,
     api_url,
@@ -37,6 +37,17 @@ from meshctl.view.members import read_members
 from meshctl.view.trace_player import Played, PlayedRequest, play
 
 SCRAPE_TIMEOUT_S = 10.0
+# Fields of a capacity, and what a worker advertises.
+_CAPACITY = {
+    "blocks": "total_kv_blocks",
+    "block_size": "block_size",
+    "requests": "max_num_seqs",
+    "chunk_tokens": "max_num_batched_tokens",
+}
+_CACHE = {"blocks", "block_size"}
+_UNKNOWN_CACHE = (
+    "no worker of the registry advertises its KV blocks: the size of its cache is that of --blocks"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +65,34 @@ class _Mesh:
         return api_url(find_frontend(await read_members(self.config)))
 
     async def measure(self) -> str:
-        """Returns the latencies of a worker as JSON. Raises Unavailable."""
-        url = await self.api_url()
+        """Returns the latencies of a worker and its size as JSON. Raises Unavailable."""
+        url, capacity = await self.api_url(), await self._capacity()
+        has_cache = capacity.keys() >= _CACHE
+        cache_tokens = capacity["blocks"] * capacity["block_size"] if has_cache else None
         async with new_http_client(self.api_key, self.config, url) as http:
+            probe = LatencyProbe(
+                *(http, url, self.model),
+                requests_max=capacity.get("requests"),
+                cache_tokens=cache_tokens,
+            )
             try:
-                return (await LatencyProbe(http, url, self.model).measure()).to_json()
+                found = await probe.measure()
             except GatewayError as error:
                 text = f"cannot measure the speed of {self.model!r}: {error}"
                 raise Unavailable(text) from None
+        return json.dumps({**found.to_json(), "capacity": capacity})
+
+    async def _capacity(self) -> dict[str, int]:
+        """Returns what the workers advertise. A frontend of --url may be of another registry."""
+        found: dict[str, int] = {}
+        try:
+            found = capacity_of(await read_members(self.config), self.model)
+        except MeshError:
+            if not self.url:
+                raise
+        if not found.keys() >= _CACHE:
+            click.echo(_UNKNOWN_CACHE, err=True)
+        return found
 
     async def watch(self, seconds: float) -> str:
         """Returns the lengths of the requests of so many seconds as JSON. Raises Unavailable."""
@@ -92,6 +123,19 @@ class _Mesh:
             return await play(http, url, self.model, requests, block_size)
 
 
+def capacity_of(snapshot: Snapshot, model: str) -> dict[str, int]:
+    """Returns the smallest sizes of the workers of a model that decode, as fields of
+    `replay.plan.speeds.Capacity`; of all workers, if none decodes."""
+    workers = [one for one in snapshot.of("worker") if one.model == model]
+    decoding = [one for one in workers if one.role != "prefill"] or workers
+    found: dict[str, int] = {}
+    for field, name in _CAPACITY.items():
+        values = [value for one in decoding if (value := getattr(one, name)) is not None]
+        if values:
+            found[field] = min(values)
+    return found
+
+
 def fleet_of(snapshot: Snapshot, model: str) -> dict[str, int]:
     """Returns the number of workers of a model by role. Raises Unavailable without any."""
     roles = [one.role for one in snapshot.of("worker") if one.model == model]
@@ -112,20 +156,26 @@ def run_tool(module: str, *arguments: str, text: str = "") -> str | None:
 
 
 async def check(
-    mesh: _Mesh, trace: Path, speeds: Path, seconds: float, sizes: Sequence[int]
+    mesh: _Mesh,
+    trace: Path,
+    speeds: Path,
+    seconds: float,
+    blocks: int | None,
+    block_size: int,
 ) -> str:
     """Plays the trace for so many seconds on the running mesh; returns what `replay.plan.check`
-    compares, "" if there is nothing to play. sizes: KV blocks of a worker, tokens of a block.
-    Raises Unavailable."""
+    compares, "" if there is nothing to play. blocks, block_size: as the options. Raises
+    Unavailable."""
     fleet = fleet_of(await read_members(mesh.config), mesh.model)
+    sizes = (str(seconds), "" if blocks is None else str(blocks), str(block_size))
     rows = await asyncio.to_thread(
-        run_tool, "sample", str(trace), str(speeds), json.dumps(fleet), str(seconds)
+        run_tool, "sample", str(trace), str(speeds), json.dumps(fleet), *sizes
     )
     if rows is None:
         return ""
     found = json.loads(rows)
     requests = [PlayedRequest(at_s, n, m, tuple(names)) for at_s, n, m, names in found]
-    played = await mesh.play(requests, sizes[1])
+    played = await mesh.play(requests, block_size)
     courses = [course for course in played.courses if course is not None]
     if not courses:
         raise Unavailable(f"every request of the check failed: {played.error}")
@@ -137,8 +187,6 @@ async def check(
     return json.dumps(
         {
             "fleet": fleet,
-            "blocks": sizes[0],
-            "block_size": sizes[1],
             "requests": found,
             "ttfts": [course.first_s for course in courses],
             "itls": [course.itl_s for course in courses if course.itl_s is not None],
@@ -173,8 +221,14 @@ async def check(
 @click.option("--requests", type=click.IntRange(1), default=2000, help="First ones to use.")
 @click.option("--max-workers", type=click.IntRange(1), default=32, help="Largest fleet to try.")
 @click.option("--aggregated", is_flag=True, help="No prefill and decode workers.")
-@click.option("--blocks", type=click.IntRange(1), default=3000, help="KV blocks of a worker.")
-@click.option("--block-size", type=click.IntRange(1), default=512, help="Tokens of a block.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(1),
+    help="KV blocks of a worker, of --block-size tokens. By default, those that it advertises.",
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=512, help="Tokens of a block of the trace."
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Picture; needs matplotlib.")
 @json_flag
 @click.pass_obj
@@ -198,12 +252,12 @@ def command(
     """
     key = environ.get("OPENAI_API_KEY")
     mesh = _Mesh(config, url, model, key)
-    sizes = (rest["blocks"], rest["block_size"])
+    blocks, block_size = rest["blocks"], rest["block_size"]
     if live_s is not None:
         if not (live_model or model):
             raise click.UsageError("--live-s needs --live-model or --model")
         live = asyncio.run(_Mesh(config, url, live_model or model, key).watch(live_s))
-        if run_tool("traffic", str(rest["trace"]), str(sizes[1]), text=live) is None:
+        if run_tool("traffic", str(rest["trace"]), str(block_size), text=live) is None:
             return 2
     if check_s is not None and not model:
         raise click.UsageError("--check-s needs --model")
@@ -212,7 +266,7 @@ def command(
     flags = [*_flags(rest), *(["--json"] if as_json else [])]
     if check_s is None:
         return run_child("replay.plan", flags)
-    measured = asyncio.run(check(mesh, rest["trace"], rest["speeds"], check_s, sizes))
+    measured = asyncio.run(check(mesh, rest["trace"], rest["speeds"], check_s, blocks, block_size))
     if not measured:
         return 2
     with tempfile.TemporaryDirectory() as folder:

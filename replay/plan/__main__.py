@@ -15,7 +15,14 @@ from replay.plan.check import CheckError, compare
 from replay.plan.search import Fleet, Prediction, Targets, cheapest, predict, search
 from replay.plan.speeds import Speeds, SpeedsError, parse_speeds
 from replay.report import PlotUnavailable, import_matplotlib
-from replay.trace import TraceError, TraceRequest, at_speed, load_trace, spread_arrivals
+from replay.trace import (
+    TraceError,
+    TraceRequest,
+    at_speed,
+    load_trace,
+    spread_arrivals,
+    with_block_size,
+)
 
 EXIT_NOT_MET = 1
 
@@ -34,8 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=2000, help="first requests to use")
     parser.add_argument("--max-workers", type=int, default=32, help="largest fleet to try")
     parser.add_argument("--aggregated", action="store_true", help="no prefill and decode workers")
-    parser.add_argument("--blocks", type=int, default=3000, help="KV blocks of a worker")
-    parser.add_argument("--block-size", type=int, default=512, help="tokens of a block")
+    parser.add_argument("--blocks", type=int, help="KV blocks of a worker, if not as measured")
+    parser.add_argument(
+        "--block-size", type=int, default=512, help="tokens of a block of the trace"
+    )
     parser.add_argument("--check", type=Path, metavar="FILE", help="measured on a real mesh")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -94,13 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("a target is needed: --ttft-s, --itl-s or both")
     try:
         speeds = parse_speeds(args.speeds.read_text())
-        check = None if args.check is None else compare(args.check.read_text(), speeds)
+        worker = speeds.capacity.settings(args.blocks, args.block_size)
+        check = None
+        if args.check is not None:
+            check = compare(args.check.read_text(), speeds, worker, args.block_size)
         requests = at_speed(spread_arrivals(load_trace(args.trace)[: args.requests]), args.speed)
+        requests = with_block_size(requests, args.block_size, worker.block_size)
         if args.plot is not None:
             import_matplotlib()
     except (OSError, SpeedsError, TraceError, CheckError, PlotUnavailable) as error:
         parser.error(str(error))
-    worker = WorkerSettings(args.blocks, args.block_size)
     found: list[Prediction] = []
     if not args.json:
         titles = (("TTFT p50 s", 12), ("p95", 9), ("", 20), ("ITL p50 ms", 12), ("p95", 9))

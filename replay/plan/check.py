@@ -1,7 +1,7 @@
 """A prediction beside what a real mesh measured on the same requests (pure).
 
-The file is JSON: `fleet` (workers by role), `blocks` and `block_size` of a worker, `requests`
-(second, prompt tokens, output tokens, names of blocks), and `ttfts`, `itls` in seconds.
+The file is JSON: `fleet` (workers by role), `requests` (second, prompt tokens, output tokens, names
+of blocks), and `ttfts`, `itls` in seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from replay.engine import WorkerSettings
 from replay.plan.search import Fleet, predict
 from replay.plan.speeds import Speeds
 from replay.report import percentile
-from replay.trace import TraceRequest
+from replay.trace import TraceRequest, with_block_size
 
 
 class CheckError(Exception):
@@ -54,8 +54,9 @@ class Check:
         return "\n".join(lines) + "\n"
 
 
-def compare(text: str, speeds: Speeds) -> Check:
-    """Predicts the requests of a file, and compares. Raises CheckError."""
+def compare(text: str, speeds: Speeds, worker: WorkerSettings, block_size: int) -> Check:
+    """Predicts the requests of a file, and compares. block_size: tokens of a named block. Raises
+    CheckError."""
     try:
         found: Any = json.loads(text)
         fleet = Fleet(**found["fleet"])
@@ -65,12 +66,12 @@ def compare(text: str, speeds: Speeds) -> Check:
         ]
         ttfts = sorted(map(float, found["ttfts"]))
         itls = sorted(map(float, found["itls"]))
-        worker = WorkerSettings(int(found["blocks"]), int(found["block_size"]))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckError(f"no measured requests: {type(error).__name__}: {error}") from None
     if not requests:
         raise CheckError("no measured requests: requests is empty")
-    predicted, _ = predict(fleet, requests, speeds, worker)
+    sized = with_block_size(requests, block_size, worker.block_size)
+    predicted, _ = predict(fleet, sized, speeds, worker)
     figures = {
         "ttft_p50": _figure(ttfts, 0.5, predicted.ttft_p50_s),
         "ttft_p95": _figure(ttfts, 0.95, predicted.ttft_p95_s),

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from replay.plan.speeds import SpeedsError, fit
+from replay.plan.speeds import Capacity, SpeedsError, fit
 
 
 def main() -> int:
@@ -14,8 +14,9 @@ def main() -> int:
         found = json.loads(sys.stdin.read())
         speeds = fit(
             [(int(size), float(value)) for size, value in found["prompts"]],
-            [(int(size), float(value)) for size, value in found["decodes"]],
+            [(int(n), int(tokens), float(value)) for n, tokens, value in found["decodes"]],
             [(int(size), float(value)) for size, value in found.get("pauses", ())],
+            Capacity(**found.get("capacity", {})),
         )
         Path(sys.argv[1]).write_text(speeds.to_json())
     except (OSError, ValueError, KeyError, TypeError, SpeedsError) as error:

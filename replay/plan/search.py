@@ -105,9 +105,14 @@ def predict(
     worker: WorkerSettings,
     replays: int = REPLAYS,
 ) -> tuple[Prediction, ReplayResult]:
-    """Returns the latencies of a fleet, and the first replay. worker: its timing and the size of a
-    step are replaced."""
-    sized = replace(worker, max_num_batched_tokens=speeds.chunk_tokens, timing=speeds.timing)
+    """Returns the latencies of a fleet, and the first replay. worker: its timing and its steps are
+    replaced."""
+    sized = replace(
+        worker,
+        max_num_batched_tokens=speeds.chunk_tokens,
+        is_mixed=speeds.is_mixed,
+        timing=speeds.timing,
+    )
     results: list[ReplayResult] = []
     for seed in range(1, replays + 1):
         settings = MeshSettings(

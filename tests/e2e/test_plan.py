@@ -85,7 +85,35 @@ def test_a_plan_is_made_from_live_traffic_and_checked_on_the_mesh(
     assert found["failed"] == 0
     assert found["requests"] > 10
     assert found["figures"]["ttft_p50"]["measured_s"] > 0
-    assert "chunk_tokens" in json.loads(speeds.read_text())
+    measured = json.loads(speeds.read_text())
+    # What the worker advertises.
+    assert measured["capacity"] == {
+        **{"blocks": 16384, "block_size": 16, "requests": 256},
+        "chunk_tokens": 8192,
+    }
+    assert measured["chunk_tokens"] == 8192
+
+
+def test_a_plan_counts_the_size_and_the_steps_of_small_workers(tmp_path: Path) -> None:
+    """16 requests that arrive at once have 2,000 tokens each. The cache has room for three."""
+    trace, speeds = tmp_path / "trace.jsonl", tmp_path / "speeds.json"
+    row = {"timestamp": 0, "input_length": 1900, "output_length": 100, "hash_ids": []}
+    trace.write_text(16 * f"{json.dumps(row)}\n")
+    sizes = ["--total-kv-blocks=400", "--max-num-batched-tokens=1024", "--no-mixed-steps"]
+    with Mesh(tmp_path, workers=1, routers=1, worker_flags=["--speedup=4", *sizes]) as small:
+        done = plan(
+            *(small, str(trace), f"--model={MODEL}", f"--speeds={speeds}"),
+            *("--ttft-s=1000", "--max-workers=1"),
+        )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(speeds.read_text())
+    assert measured["capacity"]["blocks"] == 400
+    # The pause beside a long prompt was that of all its chunks.
+    assert (measured["is_mixed"], measured["chunk_tokens"]) == (False, 1024)
+    limited = json.loads(done.stdout)["best"]["ttft_p95_s"]
+    flags = [str(trace), f"--speeds={speeds}", "--ttft-s=1000", "--blocks=3000"]
+    free = json.loads(plan(small, *flags).stdout)["best"]["ttft_p95_s"]
+    assert limited > 1.1 * free
 
 
 def test_what_a_plan_needs_is_named(mesh: Mesh, tmp_path: Path) -> None:

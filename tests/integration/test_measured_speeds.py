@@ -23,22 +23,31 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latencies, "PROMPT_REPEATS", 2)
     monkeypatch.setattr(latencies, "AT_ONCE", (1, 3))
     monkeypatch.setattr(latencies, "DECODE_TOKENS", 8)
+    monkeypatch.setattr(latencies, "CACHED_TOKENS", 128)
+    monkeypatch.setattr(latencies, "CACHED_AT_ONCE", (2,))
+    monkeypatch.setattr(latencies, "BESIDE_PROMPTS", (32,))
     monkeypatch.setattr(latencies, "CHUNKED_TOKENS", (10_000_000, 256))
 
 
 async def test_all_latencies_are_those_of_one_worker() -> None:
-    async with local_mesh() as mesh, mesh.router(), mesh.worker() as one, mesh.worker() as other:
+    paced = SimConfig(timing=Timing(0.002, 1e-5, 0.0, 0.0))
+    async with (
+        local_mesh() as mesh,
+        mesh.router(),
+        mesh.worker(SimEngine(paced)) as one,
+        mesh.worker(SimEngine(paced)) as other,
+    ):
         model = one._instance().model
         probe = LatencyProbe(mesh.http, str(mesh.http.base_url).rstrip("/"), model)
         found = await probe.measure()
         pinned = probe._pins["backend_instance_id"]
         assert pinned in {str(one.instance_id), str(other.instance_id)}
     assert [size for size, _ in found.prompts] == [16, 64]
-    assert [size for size, _ in found.decodes] == [1, 3]
-    assert all(seconds > 0 for _, seconds in (*found.prompts, *found.decodes))
-    assert json.loads(found.to_json())["prompts"][0][0] == 16
+    assert [(size, tokens) for size, tokens, _ in found.decodes] == [(1, 20), (3, 20), (2, 132)]
+    assert all(seconds > 0 for *_, seconds in (*found.prompts, *found.decodes))
+    assert json.loads(json.dumps(found.to_json()))["prompts"][0][0] == 16
     # The model accepts no longer prompt.
-    assert [size for size, _ in found.pauses] == [256]
+    assert [size for size, _ in found.pauses] == [32, 256]
 
 
 async def test_a_model_that_is_not_served_has_no_speed() -> None:
@@ -56,7 +65,7 @@ async def test_the_pause_of_a_stream_beside_a_prompt_is_that_of_a_step() -> None
         probe = LatencyProbe(
             mesh.http, str(mesh.http.base_url).rstrip("/"), worker._instance().model
         )
-        ((tokens, pause_s),) = await probe._pauses()
+        (_, (tokens, pause_s)) = await probe._pauses(None)
     assert tokens == 256
     assert 0.1 < pause_s < 0.4
 

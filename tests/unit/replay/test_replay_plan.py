@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from replay.engine import WorkerSettings
 from replay.plan import fit as fit_module
 from replay.plan.__main__ import main
 from replay.plan.search import Fleet, Targets, cheapest, fewest, fleets, predict, search
-from replay.plan.speeds import Speeds, SpeedsError, fit, parse_speeds
-from replay.trace import TraceRequest
+from replay.plan.speeds import Capacity, Speeds, SpeedsError, fit, parse_speeds
+from replay.trace import TraceRequest, with_block_size
 
 SPEEDS = Speeds(0.006, 1 / 12_000, 20e-6, 0.003)
 WORKER = WorkerSettings()
@@ -25,26 +26,96 @@ def arrivals(rate: float, count: int, output_tokens: int = 20) -> list[TraceRequ
 
 def test_the_speeds_of_an_engine_are_found_from_its_latencies() -> None:
     prompts = [(n, 0.003 + 0.006 + 20e-6 + n / 12_000) for n in (64, 512, 2048, 4096)]
-    decodes = [(n, 0.006 + 20e-6 * n) for n in (1, 4, 16, 32)]
+    decodes = [(n, 112, 0.006 + 20e-6 * n) for n in (1, 4, 16, 32)]
     found = fit(prompts, decodes)
     assert found.base_s == pytest.approx(0.006, rel=0.01)
     assert found.prefill_token_s == pytest.approx(1 / 12_000, rel=0.01)
     assert found.decode_seq_s == pytest.approx(20e-6, rel=0.01)
     assert found.outside_s == pytest.approx(0.003, rel=0.02)
+    assert found.kv_token_s == 0.0
     assert parse_speeds(found.to_json()) == found
 
 
+def test_what_reading_the_cache_costs_is_found_from_long_contexts() -> None:
+    decodes = [(n, 112, 0.006 + n * (20e-6 + 112e-8)) for n in (1, 4, 16, 32)]
+    decodes += [(n, 2096, 0.006 + n * (20e-6 + 2096e-8)) for n in (8, 32)]
+    found = fit([(64, 0.01), (4096, 0.35)], decodes)
+    assert found.kv_token_s == pytest.approx(1e-8, rel=0.01)
+    assert found.decode_seq_s == pytest.approx(20e-6, rel=0.01)
+    (alone,) = arrivals(1.0, 1, 50)
+    slow, _ = predict(Fleet(aggregated=1), [alone], found, WORKER)
+    quick, _ = predict(Fleet(aggregated=1), [alone], replace(found, kv_token_s=0.0), WORKER)
+    assert slow.itl_p50_s - quick.itl_p50_s == pytest.approx(4025e-8, rel=0.01)
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_pauses_show_whether_prompts_share_steps_with_tokens(is_mixed: bool) -> None:
+    prompts = [(n, 0.006 + n / 12_000) for n in (64, 4096)]
+    decodes = [(n, 112, 0.006 + 20e-6 * n) for n in (1, 32)]
+
+    def pause(tokens: int) -> tuple[int, float]:
+        chunk = min(tokens, 2048) if is_mixed else tokens
+        steps = 1 if is_mixed else 1 + -(-tokens // 2048)
+        return tokens, steps * 0.006 + chunk / 12_000
+
+    stated = Capacity(chunk_tokens=2048)
+    assert fit(prompts, decodes, [pause(12_288)], stated).is_mixed == is_mixed
+    short = fit(prompts, decodes, [pause(512), pause(2048)], stated)
+    assert (short.is_mixed, short.chunk_tokens) == (is_mixed, 2048)
+    assert fit(prompts, decodes, [pause(512), pause(2048)]).is_mixed == is_mixed
+    assert parse_speeds(short.to_json()) == short
+
+
+def test_prompts_in_steps_of_their_own_stop_all_streams() -> None:
+    requests = [TraceRequest(n * 0.5, 8000, 100) for n in range(20)]
+    mixed = replace(SPEEDS, chunk_tokens=512)
+    first = replace(mixed, is_mixed=False)
+    itls = [
+        predict(Fleet(aggregated=1), requests, one, WORKER)[0].itl_p95_s for one in (mixed, first)
+    ]
+    ttfts = [
+        predict(Fleet(aggregated=1), requests, one, WORKER)[0].ttft_p95_s for one in (mixed, first)
+    ]
+    assert itls[0] < itls[1] * 1.1
+    assert ttfts[1] < ttfts[0]
+
+
+def test_a_worker_has_the_cache_and_the_requests_that_it_advertises() -> None:
+    """Ten requests of 1,000 tokens; the cache has room for four of them, or four may run."""
+    requests = [TraceRequest(0.0, 900, 100) for _ in range(10)]
+    free, _ = predict(Fleet(aggregated=1), requests, SPEEDS, Capacity().settings(None, 512))
+    for capacity in (Capacity(250, 16), Capacity(3000, 512, requests=4)):
+        worker = capacity.settings(None, 512)
+        limited, _ = predict(Fleet(aggregated=1), requests, SPEEDS, worker)
+        assert limited.ttft_p95_s > free.ttft_p95_s + 0.5
+    assert Capacity(250, 16).settings(None, 512) == WorkerSettings(250, 16, 256)
+    assert Capacity(250, 48).settings(None, 512) == WorkerSettings(750, 16, 256)
+    assert Capacity(250, 16, 4).settings(100, 512) == WorkerSettings(100, 512, 4)
+    assert Capacity(250).settings(None, 64) == WorkerSettings(3000, 64, 256)
+    for wrong in ({"blocks": 0}, {"requests": "4"}, {"slots": 1}):
+        with pytest.raises(SpeedsError, match="no speeds"):
+            parse_speeds(json.dumps({**json.loads(SPEEDS.to_json()), "capacity": wrong}))
+
+
+def test_named_blocks_of_a_trace_become_smaller_ones() -> None:
+    requests = [TraceRequest(0.0, 1100, 1, (7, 9)), TraceRequest(1.0, 600, 1, (7,))]
+    first, second = with_block_size(requests, 512, 256)
+    assert len(first.hash_ids) == len(set(first.hash_ids)) == 4
+    assert second.hash_ids == first.hash_ids[:2]
+    assert with_block_size(requests, 512, 512) == requests
+
+
 def test_noise_makes_no_speed_negative() -> None:
-    flat = fit([(64, 0.02), (4096, 0.019)], [(1, 0.010), (8, 0.009)])
+    flat = fit([(64, 0.02), (4096, 0.019)], [(1, 112, 0.010), (8, 112, 0.009)])
     assert (flat.prefill_token_s, flat.decode_seq_s) == (0.0, 0.0)
-    steep = fit([(64, 0.001), (4096, 0.9)], [(1, 0.001), (32, 0.5)])
+    steep = fit([(64, 0.001), (4096, 0.9)], [(1, 112, 0.001), (32, 112, 0.5)])
     assert min(steep.base_s, steep.outside_s) == 0.0
 
 
 @pytest.mark.parametrize("points", [[], [(64, 0.1)], [(64, 0.1), (64, 0.2)], [(1, 0.0), (2, 0.1)]])
 def test_latencies_of_one_size_are_no_speed(points: list[tuple[int, float]]) -> None:
     with pytest.raises(SpeedsError, match="at least two"):
-        fit(points, [(1, 0.01), (2, 0.02)])
+        fit(points, [(1, 112, 0.01), (2, 112, 0.02)])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"base_s": 1}', '{"a": 1}', '{"base_s": "x"}'])
@@ -134,7 +205,10 @@ def test_measured_latencies_become_a_file_of_speeds(
         monkeypatch.setattr("sys.argv", ["fit", str(tmp_path / "speeds.json")])
         return fit_module.main()
 
-    assert run('{"prompts": [[64, 0.01], [640, 0.06]], "decodes": [[1, 0.006], [8, 0.007]]}') == 0
+    assert (
+        run('{"prompts": [[64, 0.01], [640, 0.06]], "decodes": [[1, 112, 0.006], [8, 112, 0.007]]}')
+        == 0
+    )
     assert parse_speeds((tmp_path / "speeds.json").read_text()).prefill_token_s > 0
     assert run('{"prompts": [], "decodes": []}') == 2
     assert "at least two" in capsys.readouterr().err

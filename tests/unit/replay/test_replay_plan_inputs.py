@@ -22,7 +22,8 @@ from replay.trace import TraceRequest, load_trace
 
 SPEEDS = Speeds(0.006, 1 / 12_000, 20e-6, 0.003)
 PROMPTS = [(n, 0.009 + n / 12_000) for n in (64, 4096)]
-DECODES = [(n, 0.006 + 20e-6 * n) for n in (1, 32)]
+DECODES = [(n, 112, 0.006 + 20e-6 * n) for n in (1, 32)]
+WORKER = WorkerSettings()
 LIVE = {
     "seconds": 60.0,
     "prompts": {"buckets": [[50, 100, 30], [1000, 2000, 90]], "total": 30 * 80 + 90 * 1500},
@@ -130,13 +131,29 @@ def test_a_sample_keeps_the_workers_busy_for_a_share_of_the_time(
 ) -> None:
     """A prompt takes 0.34 s, an output of 4,000 tokens as much or more."""
     requests = [TraceRequest(n * 7.0, 4000, output_tokens) for n in range(500)]
-    found = sample(requests, SPEEDS, fleet, 20.0)
+    found = sample(requests, SPEEDS, fleet, 20.0, WORKER)
     prompts_s = len(found) * (SPEEDS.base_s + 4000 * SPEEDS.prefill_token_s)
-    outputs_s = len(found) * output_tokens * SPEEDS.decode_seq_s
+    at_once = min(256, 3000 * 512 / (4000 + output_tokens))
+    outputs_s = len(found) * output_tokens * (SPEEDS.decode_seq_s + SPEEDS.base_s / at_once)
     pools = [prompts_s / 2, outputs_s] if fleet.prefill else [(prompts_s + outputs_s) / 2]
     assert max(pools) / 20 == pytest.approx(USE, rel=0.1)
     assert found[-1].at_s == pytest.approx(20.0)
-    assert sample(requests[:1], SPEEDS, fleet, 1.0) == requests[:1]
+    assert sample(requests[:1], SPEEDS, fleet, 1.0, WORKER) == requests[:1]
+
+
+def test_a_sample_counts_how_few_requests_the_cache_has_room_for() -> None:
+    requests = [TraceRequest(n * 1.0, 1000, 1000) for n in range(500)]
+    large = sample(requests, SPEEDS, Fleet(aggregated=1), 99.0, WORKER)
+    small = sample(requests, SPEEDS, Fleet(aggregated=1), 99.0, WorkerSettings(8, 500))
+    # Two requests have room.
+    outputs_s = len(small) * 1000 * (SPEEDS.decode_seq_s + SPEEDS.base_s / 2)
+    prompts_s = len(small) * (SPEEDS.base_s + 1000 * SPEEDS.prefill_token_s)
+    assert (prompts_s + outputs_s) / 99 == pytest.approx(USE, rel=0.1)
+    assert len(large) > 2 * len(small)
+
+
+def sample_of(trace: Path, speeds: Path) -> list[str]:
+    return [str(trace), str(speeds), '{"aggregated": 1}', "5", "", "512"]
 
 
 def test_the_tool_prints_a_sample(
@@ -144,7 +161,7 @@ def test_the_tool_prints_a_sample(
 ) -> None:
     trace = trace_of([TraceRequest(n * 1.0, 4000, 10) for n in range(50)], tmp_path / "t.jsonl")
     speeds = tmp_path / "speeds.json"
-    monkeypatch.setattr("sys.argv", ["sample", str(trace), str(speeds), '{"aggregated": 1}', "5"])
+    monkeypatch.setattr("sys.argv", ["sample", *sample_of(trace, speeds)])
     assert sample_module.main() == 2
     assert "speeds.json" in capsys.readouterr().err
     speeds.write_text(SPEEDS.to_json())
@@ -157,13 +174,11 @@ def test_a_check_compares_a_prediction_with_what_a_mesh_measured(
 ) -> None:
     measured: dict[str, Any] = {
         "fleet": {"aggregated": 1, "prefill": 0, "decode": 0},
-        "blocks": 3000,
-        "block_size": 512,
         "requests": [[float(n), 1200, 10, []] for n in range(20)],
         "ttfts": [0.2] * 19,
         "itls": [],
     }
-    found = compare(json.dumps(measured), SPEEDS)
+    found = compare(json.dumps(measured), SPEEDS, WORKER, 512)
     figure = found.figures["ttft_p95"]
     assert figure is not None
     assert figure.predicted_s == pytest.approx(0.109, rel=0.02)
@@ -184,4 +199,4 @@ def test_a_check_compares_a_prediction_with_what_a_mesh_measured(
     assert json.loads(capsys.readouterr().out)["check"]["figures"]["itl_p50"] is None
     for wrong in ("", "{}", json.dumps({**measured, "requests": []})):
         with pytest.raises(CheckError, match="no measured requests"):
-            compare(wrong, SPEEDS)
+            compare(wrong, SPEEDS, WORKER, 512)

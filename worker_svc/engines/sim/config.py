@@ -171,6 +171,9 @@ class SimConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    mixed_steps: bool = True
+    """Whether prompts and further tokens share a step."""
+
     max_waiting: int = 1024
     """Limit of queued requests."""
 

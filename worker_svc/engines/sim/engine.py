@@ -187,6 +187,7 @@ class SimEngine:
             logit_model,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            is_mixed=config.mixed_steps,
         )
         rooms = await self._start_rooms(scheduler, worker_id)
         jobs = JobBuilder.create(config, model, time.thread_time)

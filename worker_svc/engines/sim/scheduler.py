@@ -1,9 +1,10 @@
 """Continuous batching in engine time: what the simulated engine computes in each step. Pure.
 
 A step gives each running sequence its next token, or the next chunk of its prompt; the rest of
-`max_num_batched_tokens` admits waiting ones. `plan` chooses the step; `complete` applies it after
-its duration has passed. One step is in flight at a time; sequences may be submitted and removed in
-between.
+`max_num_batched_tokens` admits waiting ones. If steps are not mixed (`is_mixed`), a step computes
+prompts as long as there are any, and tokens otherwise. `plan` chooses the step; `complete` applies
+it after its duration has passed. One step is in flight at a time; sequences may be submitted and
+removed in between.
 
 Order: larger `priority` first, then earlier submission. The order is strict, so a steady flow of
 higher priority delays the rest without bound (callers have deadlines). A smaller sequence never
@@ -195,6 +196,7 @@ class SimScheduler:
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        is_mixed: bool = True,
     ) -> None:
         self.blocks = blocks
         self.preemptions = 0
@@ -206,6 +208,7 @@ class SimScheduler:
         self._logit_model = logit_model
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._is_mixed = is_mixed
         self._submitted_count = 0
         # Both ordered by `_sort_key`.
         self._waiting: list[SimSequence] = []
@@ -285,6 +288,8 @@ class SimScheduler:
 
     def plan(self) -> Step | None:
         """Returns the next step; None if there is nothing to compute."""
+        if not self._is_mixed and (step := self._plan_prompts()) is not None:
+            return step
         entries: list[tuple[SimSequence, int]] = []
         # Each running sequence gets one token; prompts share the rest.
         token_budget = self._max_num_batched_tokens - len(self._running)
@@ -309,6 +314,22 @@ class SimScheduler:
         prefill = sum(count for _, count in entries) - decode_count
         duration_s = self._timing.step_s(prefill, decode_count, self._kv_tokens, host_tokens)
         return Step(entries, prefill, duration_s)
+
+    def _plan_prompts(self) -> Step | None:
+        """Returns a step of prompts only; None without any."""
+        entries: list[tuple[SimSequence, int]] = []
+        token_budget = self._max_num_batched_tokens
+        for seq in self._running:
+            # Their blocks were allocated with those of the whole prompt.
+            if token_budget and (count := seq.total_tokens - seq.computed_tokens) > 1:
+                entries.append((seq, min(count, token_budget)))
+                token_budget -= entries[-1][1]
+        self._admit(entries, token_budget)
+        if not entries:
+            return None
+        prefill = sum(count for _, count in entries)
+        cached = sum(seq.computed_tokens for seq, _ in entries)
+        return Step(entries, prefill, self._timing.step_s(prefill, 0, cached))
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Completes the step. Returns the sequences that got a token or ended, not removed ones."""

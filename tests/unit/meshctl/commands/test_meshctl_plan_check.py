@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.registry.instances import Instance, Snapshot
+from common.registry.instances import Instance, Role, Snapshot
 from meshctl.commands import plan
 from meshctl.options import MeshConfig
 from meshctl.view.latencies import Course
@@ -28,6 +28,28 @@ async def fail_one(_: object, requests: Sequence[PlayedRequest], block_size: int
     return Played([None, Course(0.1, 0.2, 2, "1")], "status 503: no worker")
 
 
+def worker(number: int, role: Role, blocks: int | None) -> Instance:
+    return Instance(
+        *(number, "n", "worker", "w", "127.0.0.1:1"),
+        model="m",
+        role=role,
+        block_size=16,
+        total_kv_blocks=blocks,
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+    )
+
+
+def test_the_size_of_a_worker_is_the_least_of_those_that_decode() -> None:
+    workers = [worker(1, "prefill", 10), worker(2, "decode", 200), worker(3, "decode", 100)]
+    expected = {"block_size": 16, "requests": 32, "chunk_tokens": 2048}
+    found = plan.capacity_of(Snapshot(1, {one.id: one for one in workers}), "m")
+    assert found == {**expected, "blocks": 100}
+    assert plan.capacity_of(Snapshot(1, {1: workers[0]}), "m") == {**expected, "blocks": 10}
+    assert plan.capacity_of(Snapshot(1, {1: worker(1, "aggregated", None)}), "m") == expected
+    assert plan.capacity_of(Snapshot(1, {}), "m") == {}
+
+
 async def test_the_first_error_is_printed_also_if_only_some_requests_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,7 +57,7 @@ async def test_the_first_error_is_printed_also_if_only_some_requests_failed(
     monkeypatch.setattr(plan, "run_tool", sample)
     monkeypatch.setattr(plan._Mesh, "play", fail_one)
     mesh = plan._Mesh(MeshConfig(), "http://gateway", "m", None)
-    measured = await plan.check(mesh, Path("trace"), Path("speeds"), 1.0, (8, 8))
+    measured = await plan.check(mesh, Path("trace"), Path("speeds"), 1.0, 8, 8)
     assert len(json.loads(measured)["ttfts"]) == 1
     text = "1 of 2 requests of the check failed, the first: status 503: no worker\n"
     assert capsys.readouterr().err == text

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from common.inspection.gateway import GatewayError
-from meshctl.view.latencies import CHUNKED_TOKENS, PROMPT_TOKENS, LatencyProbe, prompt_lengths
+from meshctl.view.latencies import (
+    AT_ONCE,
+    CACHED_AT_ONCE,
+    CACHED_TOKENS,
+    DECODE_TOKENS,
+    PROMPT_TOKENS,
+    Course,
+    LatencyProbe,
+    itl_at_once,
+    prompt_lengths,
+)
 
 
 # Any, here and below: JSON.
@@ -32,7 +43,31 @@ async def test_a_model_without_a_context_length_is_measured_with_all_prompts() -
     async with gateway({"id": "m"}) as http:
         found = await LatencyProbe(http, "http://gateway", "m").measure()
     assert [tokens for tokens, _ in found.prompts] == list(PROMPT_TOKENS)
-    assert [tokens for tokens, _ in found.pauses] == [CHUNKED_TOKENS[0]]
+    assert [count for count, _, _ in found.decodes] == [*AT_ONCE, *CACHED_AT_ONCE]
+    # The stream beside has ended before.
+    assert found.pauses == []
+
+
+async def test_no_more_requests_are_measured_than_a_worker_computes_at_once() -> None:
+    async with gateway({"id": "m", "max_model_len": 4096}) as http:
+        probe = LatencyProbe(http, "http://gateway", "m", requests_max=10, cache_tokens=8000)
+        found = await probe.measure()
+    assert [(n, tokens - DECODE_TOKENS // 2) for n, tokens, _ in found.decodes] == [
+        *((1, 64), (4, 64), (10, 64)),
+        (2, CACHED_TOKENS),
+    ]
+
+
+def test_the_time_between_tokens_is_that_while_all_responses_run() -> None:
+    """Two streams of a token each 10 ms; the first began alone, with 1 ms."""
+    early = tuple(n / 1000 for n in range(11)) + tuple(0.01 + n / 100 for n in range(1, 11))
+    late = tuple(0.0205 + n / 100 for n in range(20))
+    courses = [Course(at[0], at[-1], len(at), "w", at) for at in (early, late)]
+    assert itl_at_once(courses) == pytest.approx(0.01)
+    pieces = [replace(one, tokens=2 * len(one.arrivals) - 1) for one in courses]
+    assert itl_at_once(pieces) == pytest.approx(0.005)
+    apart = [Course(0.0, 0.3, 4, "w", (0.0, 0.3)), Course(1.0, 1.3, 4, "w", (1.0, 1.3))]
+    assert itl_at_once(apart) == pytest.approx(0.1)
 
 
 async def test_what_is_no_model_is_an_error_with_its_url() -> None:

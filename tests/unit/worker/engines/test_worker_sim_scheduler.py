@@ -369,3 +369,26 @@ def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
 def test_a_job_that_can_never_fit_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="forever"):
         scheduler_of(blocks=2).submit(job([1] * 6, 3))
+
+
+def test_prompts_come_first_if_steps_are_not_mixed() -> None:
+    scheduler = SimScheduler(
+        *(BlockManager(1000, SIZE), Timing(), TOKEN_ORACLE),
+        max_num_batched_tokens=8,
+        is_mixed=False,
+    )
+    stream = scheduler.submit(job([1, 2, 3], 9))
+    assert step_of(scheduler) == [stream]
+    assert step_of(scheduler) == [stream]
+    long = scheduler.submit(job([*range(100, 117)], 1))
+    sizes = []
+    while not long.is_ended:
+        step = scheduler.plan()
+        assert step is not None
+        sizes.append((step.prefill_tokens, len(step.entries)))
+        scheduler.complete(step)
+    # The third chunk is one token, and so a token like that of the stream beside it.
+    assert sizes == [(8, 1), (8, 1), (0, 2)]
+    run_to_end(scheduler)
+    assert stream.output == TOKEN_ORACLE.continue_tokens([1, 2, 3], 9)
+    assert at_rest(scheduler)
