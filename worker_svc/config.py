@@ -89,6 +89,9 @@ class WorkerConfig(ServiceConfig):
     """KV blocks of the sim. Lower it to cause evictions."""
     host_kv_blocks: NonNegativeInt = 0
     """KV blocks that the sim keeps on its host when the device evicts them. 0: none."""
+    dp_size: PositiveInt = 1
+    """Data-parallel ranks of the sim, each with a cache and a queue of its own. For SGLang: dp_size
+    of engine_args."""
     max_num_seqs: PositiveInt = 256
     """Maximum of requests that the sim computes at once."""
     max_num_batched_tokens: PositiveInt = 8192
@@ -184,6 +187,10 @@ class WorkerConfig(ServiceConfig):
             found.append("role: the echo engine only supports aggregated")
         if self.engine == "sim" and self.max_num_seqs > self.max_num_batched_tokens:
             found.append("max_num_seqs: must be at most --max-num-batched-tokens")
+        if self.dp_size > 1 and self.engine != "sim":
+            found.append("dp_size: only of the sim; SGLang has dp_size in --engine-args")
+        if self.dp_size > 1 and self.role != "aggregated":
+            found.append("dp_size: the sim has ranks as an aggregated worker only")
         if self.step_limit_max_s < self.step_limit_s:
             found.append("step_limit_max_s: must be at least --step-limit-s")
         if self.loras and self.engine in ("echo", "sglang", "openai"):

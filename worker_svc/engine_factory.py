@@ -13,6 +13,7 @@ from worker_svc.engines.contract import LLMEngine
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimHandoffConfig
 from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.ranks import RankedSimEngine
 from worker_svc.engines.sim.timing import Timing
 
 
@@ -44,38 +45,45 @@ def _build_imported_engine(config: WorkerConfig) -> LLMEngine:
 
 
 def _build_sim_engine(config: WorkerConfig) -> LLMEngine:
-    return SimEngine(
-        SimConfig(
-            model=config.default_model_name,
-            model_dir=config.model_path or SIM_MODEL_DIR,
-            context_length=config.context_length,
-            block_size=config.block_size,
-            total_kv_blocks=config.total_kv_blocks,
-            host_kv_blocks=config.host_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            mixed_steps=config.mixed_steps,
-            max_waiting=config.requests_max,
-            timing=Timing(
-                base_s=config.step_ms / 1000,
-                prefill_token_s=1 / config.prefill_tokens_per_s,
-                speedup=config.speedup,
-            ),
-            mesh_key=config.mesh_key.encode(),
-            loras=frozenset(config.loras),
-            handoff=SimHandoffConfig(
-                role=config.role,
-                mode=config.handoff,
-                host=config.host,
-                port=config.bootstrap_port,
-                advertise_host=config.advertise_host or "",
-                transfer_group=config.transfer_group,
-                local_prefill=config.local_prefill,
-                gb_per_s=config.transfer_gb_per_s,
-                timeout_s=config.handoff_timeout_s,
-            ),
+    def build(sim_config: SimConfig) -> SimEngine:
+        return SimEngine(sim_config, clock=time.monotonic)
+
+    sim_config = _sim_config(config)
+    if config.dp_size > 1:
+        return RankedSimEngine(sim_config, config.dp_size, build)
+    return build(sim_config)
+
+
+def _sim_config(config: WorkerConfig) -> SimConfig:
+    return SimConfig(
+        model=config.default_model_name,
+        model_dir=config.model_path or SIM_MODEL_DIR,
+        context_length=config.context_length,
+        block_size=config.block_size,
+        total_kv_blocks=config.total_kv_blocks,
+        host_kv_blocks=config.host_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        mixed_steps=config.mixed_steps,
+        max_waiting=config.requests_max,
+        timing=Timing(
+            base_s=config.step_ms / 1000,
+            prefill_token_s=1 / config.prefill_tokens_per_s,
+            speedup=config.speedup,
         ),
-        clock=time.monotonic,
+        mesh_key=config.mesh_key.encode(),
+        loras=frozenset(config.loras),
+        handoff=SimHandoffConfig(
+            role=config.role,
+            mode=config.handoff,
+            host=config.host,
+            port=config.bootstrap_port,
+            advertise_host=config.advertise_host or "",
+            transfer_group=config.transfer_group,
+            local_prefill=config.local_prefill,
+            gb_per_s=config.transfer_gb_per_s,
+            timeout_s=config.handoff_timeout_s,
+        ),
     )
 
 

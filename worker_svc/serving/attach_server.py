@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 import structlog
 
 from common.errors import Conflict, MeshError, WorkerLost
-from common.request.preprocessed import TokenIds
+from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds
 from common.request.prompt_logprobs import dump_parts
 from common.request.token_stream import (
     AbortSlot,
@@ -143,6 +144,8 @@ class AttachStream:
         try:
             if request is not None and request.is_probe:
                 start.leg_request.request = probe_request(self._runner.engine, request)
+            elif request is not None and self._runner.has_ranks:
+                _name_rank(request)
             key = self._runner.admit(start.leg_request)
         except MeshError as error:
             self.link.reject(start.slot, error)
@@ -245,3 +248,10 @@ class AttachServer:
                 raise Conflict("a newer stream of this frontend is open", reason="REPLACED")
             previous.replace()
         self._streams[hello.frontend_id] = stream
+
+
+def _name_rank(request: PreprocessedRequest) -> None:
+    """Names the rank of a leg: frontends leave out rank 0, and an engine would choose any."""
+    routing = request.routing or RoutingHints()
+    if routing.dp_rank is None:
+        request.routing = replace(routing, dp_rank=0)

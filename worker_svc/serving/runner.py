@@ -149,6 +149,8 @@ class Runner:
         self._longest_prompt = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        # Whether the engine has several data-parallel ranks.
+        self.has_ranks = False
 
     def counts(self) -> dict[str, int]:
         """Returns the runner's counters, and the engine's as `engine_<name>`."""
@@ -159,8 +161,9 @@ class Runner:
 
     def engine_started(self, config: EngineConfig) -> None:
         """Receives the properties of the engine; called once, before the first request."""
+        self.has_ranks = config.dp_size > 1
         self._watch = self._build_watch(
-            has_ranks=config.dp_size > 1, serves_in_order=config.serves_in_order
+            has_ranks=self.has_ranks, serves_in_order=config.serves_in_order
         )
 
     def _build_watch(

@@ -121,3 +121,16 @@ def test_an_engine_changes_texts_of_the_chat_template_only(tmp_path: Path, name:
     else:
         assert artifacts[name].inline == rb"{{ '\n<image>' }}"
     assert artifacts["tokenizer.json"].inline == tokenizer
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"engine": "echo"}, "dp_size: only of the sim; SGLang has dp_size in --engine-args"),
+        ({"role": "decode"}, "dp_size: the sim has ranks as an aggregated worker only"),
+    ],
+)
+def test_ranks_of_another_engine_or_role_are_rejected(
+    settings: dict[str, str], problem: str
+) -> None:
+    assert problem in WorkerConfig(dp_size=2, **settings).problems()  # type: ignore[arg-type]

@@ -836,7 +836,7 @@ class RoutingHints(_message.Message):
     """Worker to decode on. Absent: the router chooses."""
     dp_rank: _builtins.int
     """Data-parallel rank on the decode (or aggregated) worker; in a request to a worker, its rank.
-    Absent: any.
+    Absent: any; in a leg of an Attach stream: 0.
     """
     prefill_dp_rank: _builtins.int
     """Data-parallel rank on the prefill worker. Absent: any."""
