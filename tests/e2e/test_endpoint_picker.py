@@ -62,7 +62,7 @@ def other(mesh: PickerMesh, servers: list[CachingServer], picker: Service) -> Se
     """A picker that starts when the servers have a prompt."""
     served(servers[1], chat("first"))
     await_events(mesh, chat("second"), CHAT)
-    return mesh.add_picker("other", f"--aliases={json.dumps(ALIASES)}")
+    return mesh.add_picker("other", f"--aliases={json.dumps(ALIASES)}", "--health-port=0")
 
 
 def address(picker: Service) -> str:
@@ -324,13 +324,16 @@ def _served(endpoint: str) -> pb.Metadata:
 def test_health_is_served_for_gateways_and_ends_with_a_drain(
     mesh: PickerMesh, other: Service
 ) -> None:
-    with grpc.insecure_channel(address(other)) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
+    with (
+        grpc.insecure_channel(address(other)) as channel,
+        grpc.insecure_channel(other.addresses["health"]) as own_port,
+    ):
+        stubs: list[Any] = [health_pb2_grpc.HealthStub(one) for one in (channel, own_port)]
 
         def is_serving(service: str) -> bool:
             request = health_pb2.HealthCheckRequest(service=service)
-            response: health_pb2.HealthCheckResponse = stub.Check(request, timeout=WAIT_S)
-            return response.status == health_pb2.HealthCheckResponse.SERVING
+            found = {stub.Check(request, timeout=WAIT_S).status for stub in stubs}
+            return found == {health_pb2.HealthCheckResponse.SERVING}
 
         for service in (
             *("", "liveness", "readiness", "inference-extension"),

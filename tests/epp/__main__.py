@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.epp.cases import CASES, LAST_CASES, Bed
 from tests.epp.envoy import Envoy, EnvoyMissing, find_envoy
 from tests.epp.load import Outcome, added_ms, conversations, run
 from tests.epp.servers import Server, two_servers
+from tests.kit.certificates import Authority
 from tests.kit.picker_mesh import PickerMesh
 from tests.kit.processes import Service
 from tests.kit.waiting import WAIT_S, wait_for
@@ -104,7 +106,8 @@ class Trial:
         for listener, counts in errors.items():
             responses = 0
             for _ in range(self._flags.kills):
-                outcome = self._kill_one(self._bed.envoy.url(listener), pickers, ports)
+                url = self._bed.envoy.url(listener)
+                outcome = self._end_one(url, pickers, ports, Service.kill)
                 counts.update(outcome.errors)
                 responses += outcome.responses
             self._report.add(**{f"killed_{listener}": [counts.total(), responses]})
@@ -117,21 +120,38 @@ class Trial:
         self._report.require(not lost, f"a killed picker cost {dict(lost)}")
         self._restarted_alone(pickers, ports)
 
-    def _kill_one(self, url: str, pickers: list[Service], ports: Sequence[int]) -> Outcome:
+    def picker_drains(self, pickers: list[Service], ports: Sequence[int]) -> None:
+        """Ends a picker under load with SIGTERM, as a rolling update does: no request is lost,
+        however Envoy sends bodies."""
+        for listener in ("resilient", "picked"):
+            url = self._bed.envoy.url(listener)
+            outcome = self._end_one(url, pickers, ports, _drain)
+            self._report.add(**{f"drained_{listener}": [outcome.errors.total(), outcome.responses]})
+            lost = dict(outcome.errors)
+            self._report.require(not lost, f"{listener}: a drained picker cost {lost}")
+
+    def _end_one(
+        self,
+        url: str,
+        pickers: list[Service],
+        ports: Sequence[int],
+        end: Callable[[Service], object],
+    ) -> Outcome:
+        """Runs a load, meanwhile ends the first picker, and starts it again."""
         bed, turns = self._bed, 4
         for server in bed.servers:
             server.flush()
         load = conversations(self._flags.conversations, turns, SEED)
         before = len(bed.events())
 
-        def kill() -> None:
+        def end_first() -> None:
             wait_for(lambda: len(bed.events()) > before + 12, "the load has begun")
-            pickers[0].kill()
+            end(pickers[0])
 
-        killer = threading.Thread(target=kill)
-        killer.start()
-        outcome = asyncio.run(run(url, bed.model, load, turns=turns, parallel=PARALLEL))
-        killer.join()
+        with ThreadPoolExecutor(1) as threads:
+            ended = threads.submit(end_first)
+            outcome = asyncio.run(run(url, bed.model, load, turns=turns, parallel=PARALLEL))
+            ended.result()
         pickers[0] = _start_picker(bed.mesh, ports[0])
         wait_for(lambda: bed.envoy.healthy_pickers() == 2, "Envoy finds it")
         bed.no_bookings()
@@ -149,6 +169,10 @@ class Trial:
             picker.kill()
         # Before the start: else the count may be that of one whose end Envoy has not found.
         wait_for(lambda: bed.envoy.healthy_pickers() == 0, "Envoy finds that both ended")
+        alone = bed.post("without pickers", "resilient")
+        self._report.require(
+            alone.status_code == 200, f"without pickers: {alone.status_code} {alone.text}"
+        )
         pickers[0] = _start_picker(bed.mesh, ports[0])
         wait_for(lambda: bed.envoy.healthy_pickers() == 1, "Envoy finds the restarted picker only")
         second = asyncio.run(run(url, bed.model, load, turns=2, parallel=PARALLEL))
@@ -158,6 +182,13 @@ class Trial:
         self._report.require(second.hit_rate >= 0.5, "a restarted picker is not warm")
         pickers[1] = _start_picker(bed.mesh, ports[1])
         wait_for(lambda: bed.envoy.healthy_pickers() == 2, "Envoy finds both pickers")
+
+
+def _drain(picker: Service) -> None:
+    """Ends a picker in order. Raises AssertionError if it fails."""
+    picker.send(signal.SIGTERM)
+    status = picker.wait()
+    assert status == 0, f"status {status}\n{picker.tail()}"
 
 
 def _start_picker(mesh: PickerMesh, port: int) -> Service:
@@ -185,9 +216,12 @@ def _measure(
     report = Report()
     with PickerMesh(folder, [server.url for server in servers]) as mesh:
         pickers = [mesh.add_picker(f"picker-{at}", "--objectives=high=5") for at in range(2)]
-        limited = mesh.add_picker("limited", "--requests-max=1")
-        addresses = [one.addresses["ext_proc"] for one in (*pickers, limited)]
-        clusters = {"pickers": addresses[:2], "limited": addresses[2:]}
+        limited = mesh.add_picker("limited", "--requests-max=1", "--body-limit-mb=1")
+        cert, key = Authority(folder / "tls").issue("picker", ["DNS:picker"])
+        tls = (f"--ext-proc-tls-cert-path={cert}", f"--ext-proc-tls-key-path={key}")
+        secure = mesh.add_picker("secure", *tls)
+        addresses = [one.addresses["ext_proc"] for one in (*pickers, limited, secure)]
+        clusters = {"pickers": addresses[:2], "limited": addresses[2:3], "secure": addresses[3:]}
         endpoints = [server.address for server in servers]
         with Envoy(envoy_path, folder, endpoints, clusters) as envoy:
             report.add(envoy=envoy.version())
@@ -199,6 +233,7 @@ def _measure(
                 trial.hit_rates()
                 trial.added_latency()
                 ports = [int(one.rpartition(":")[2]) for one in addresses]
+                trial.picker_drains(pickers, ports)
                 trial.picker_kills(pickers, ports)
                 passed += _run_cases(bed, LAST_CASES, report)
                 report.add(cases=passed, cases_of=len(CASES) + len(LAST_CASES))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any, Final
 
 import httpx
 
-from tests.epp.envoy import SUBSET_HEADER, UPSTREAM_HEADER, Envoy
+from tests.epp.envoy import MESSAGE_TIMEOUT_S, SUBSET_HEADER, UPSTREAM_HEADER, Envoy
 from tests.epp.load import CHAT, chat_body
 from tests.epp.servers import Server
 from tests.kit.picker_mesh import PickerMesh
-from tests.kit.waiting import wait_for
+from tests.kit.waiting import WAIT_S, wait_for
 
 # Any, here and below: JSON.
 Json = dict[str, Any]
@@ -54,6 +57,21 @@ class Bed:
         pickers = [one for one in self.mesh.services if one.service_name == "epp"]
         return [line for picker in pickers for line in picker.events("pick")]
 
+    def open_requests(self) -> float:
+        """Returns the open streams of all pickers."""
+        pickers = [one for one in self.mesh.services if one.service_name == "epp"]
+        return sum(one.metric("kvmesh_epp_open_requests") for one in pickers)
+
+    def send_raw(self, listener: str, pieces: Iterable[bytes]) -> tuple[int, str]:
+        """Sends a chat in chunks of HTTP/1.1 as they are; returns the status and the response."""
+        with socket.create_connection(self.envoy.address(listener), WAIT_S) as connection:
+            connection.sendall(_HEAD)
+            for piece in pieces:
+                connection.sendall(piece)
+            response = HTTPResponse(connection)
+            response.begin()
+            return response.status, response.read().decode()
+
     def line(self, client_id: str) -> Json:
         """Waits for the log line of a request and returns it."""
 
@@ -64,6 +82,19 @@ class Bed:
 
     def no_bookings(self) -> None:
         wait_for(lambda: self.mesh.router.bookings() == 0, "all bookings are freed")
+
+
+_HEAD: Final = (
+    f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    "transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+).encode()
+
+
+def _chunks(bed: Bed, text: str) -> Sequence[bytes]:
+    """Returns the body of a chat in two chunks, without the last one, which is empty."""
+    raw = json.dumps(bed.body(text) | {"stream_options": None}).encode()
+    half = len(raw) // 2
+    return [b"%x\r\n%s\r\n" % (len(part), part) for part in (raw[:half], raw[half:])]
 
 
 def the_pick_is_honoured(bed: Bed) -> None:
@@ -104,6 +135,48 @@ def a_body_in_chunks_arrives(bed: Bed) -> None:
     url = bed.envoy.url("picked") + CHAT
     response = bed.http.post(url, content=pieces(), headers=headers)
     assert response.status_code == 200, response.text
+
+
+def a_body_with_trailers_arrives(bed: Bed) -> None:
+    status, _ = bed.send_raw("picked", [*_chunks(bed, "trailers"), b"0\r\nx-checksum: 1\r\n\r\n"])
+    assert status == 200
+    bed.no_bookings()
+
+
+def a_body_that_comes_late_outlasts_the_message_timeout(bed: Bed) -> None:
+    """Gateways have message timeouts of seconds, and clients may upload for longer."""
+    *first, last = _chunks(bed, "late")
+
+    def pieces() -> Iterator[bytes]:
+        yield from first
+        # Sleep: the client is slower than the timeout.
+        time.sleep(4 * MESSAGE_TIMEOUT_S)
+        yield last
+        yield b"0\r\n\r\n"
+
+    status, text = bed.send_raw("impatient", pieces())
+    assert status == 200, text
+
+
+def a_client_that_leaves_in_its_body_is_forgotten(bed: Bed) -> None:
+    first, *_ = _chunks(bed, "leaves")
+    with socket.create_connection(bed.envoy.address("picked")) as connection:
+        connection.sendall(_HEAD + first)
+        wait_for(lambda: bed.open_requests() == 1, "the picker has its head")
+    wait_for(lambda: bed.open_requests() == 0, "the picker has its end")
+    bed.no_bookings()
+
+
+def a_body_above_the_limit_of_the_picker_is_a_413(bed: Bed) -> None:
+    response = bed.post("large", "limited", user="x" * (2 << 20))
+    assert response.status_code == 413, response.text
+    assert response.json()["error"]["message"]
+
+
+def a_gateway_that_verifies_no_certificate_is_served_over_tls(bed: Bed) -> None:
+    response = bed.post("secure", "secure", headers={"x-request-id": "secure"})
+    assert response.status_code == 200, response.text
+    assert bed.line("secure")["endpoints"][0] == bed.served_by(response)
 
 
 def a_request_without_a_body_passes(bed: Bed) -> None:
@@ -215,6 +288,11 @@ CASES: Final[tuple[Callable[[Bed], None], ...]] = (
     a_stream_passes_to_its_end,
     a_body_of_two_megabytes_arrives_whole,
     a_body_in_chunks_arrives,
+    a_body_with_trailers_arrives,
+    a_body_that_comes_late_outlasts_the_message_timeout,
+    a_body_above_the_limit_of_the_picker_is_a_413,
+    a_client_that_leaves_in_its_body_is_forgotten,
+    a_gateway_that_verifies_no_certificate_is_served_over_tls,
     a_request_without_a_body_passes,
     an_unknown_model_is_a_404_of_the_picker,
     a_rewrite_names_the_model_of_the_server,

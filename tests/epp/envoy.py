@@ -23,6 +23,8 @@ INSTALL: Final = (
 )
 DEFAULT: Final = Path(".venv-epp/bin/envoy")
 START_S: Final = 60.0
+# Of the listener `impatient`.
+MESSAGE_TIMEOUT_S: Final = 0.3
 # Of a body that Envoy buffers.
 BODY_BYTES_MAX: Final = 48 << 20
 # By request header, in place of a gateway that knows subsets.
@@ -54,7 +56,7 @@ class Envoy:
     """The process. LISTENERS: each on a port of its own."""
 
     LISTENERS: Final = (
-        *("picked", "buffered", "resilient", "limited"),
+        *("picked", "buffered", "resilient", "limited", "secure", "impatient"),
         *("round_robin", "least_request"),
     )
 
@@ -67,7 +69,8 @@ class Envoy:
     ) -> None:
         """
         - servers: host:port of each.
-        - pickers: host:port of the pickers of the clusters `pickers` and `limited`.
+        - pickers: host:port of the pickers of the clusters `pickers`, `limited` and `secure`, whose
+            pickers have TLS.
         """
         port = free_ports(len(self.LISTENERS) + 1)
         self._admin = port + len(self.LISTENERS)
@@ -99,6 +102,9 @@ class Envoy:
     def url(self, listener: str) -> str:
         return f"http://127.0.0.1:{self._ports[listener]}"
 
+    def address(self, listener: str) -> tuple[str, int]:
+        return "127.0.0.1", self._ports[listener]
+
     def tail(self) -> str:
         return self.log_path.read_text(errors="replace")[-2000:]
 
@@ -126,6 +132,10 @@ class Envoy:
             self._listener("buffered", "pool", _ext_proc("pickers", "BUFFERED", _DUPLEX)),
             self._listener("resilient", "pool", _ext_proc("pickers", "BUFFERED", "NONE")),
             self._listener("limited", "pool", _ext_proc("limited", _DUPLEX, _DUPLEX)),
+            self._listener("secure", "pool", _ext_proc("secure", _DUPLEX, _DUPLEX)),
+            self._listener(
+                "impatient", "pool", _ext_proc("pickers", _DUPLEX, _DUPLEX, MESSAGE_TIMEOUT_S)
+            ),
             self._listener("round_robin", "round_robin"),
             self._listener("least_request", "least_request"),
         ]
@@ -148,6 +158,7 @@ class Envoy:
             "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3"
             ".HttpConnectionManager",
             "stat_prefix": name,
+            "http_protocol_options": {"enable_trailers": True},
             "route_config": {
                 "response_headers_to_add": [{"header": served}],
                 "virtual_hosts": [
@@ -159,6 +170,7 @@ class Envoy:
                 ],
             },
             "http_filters": [*filters, _filter("router", "Router", {})],
+            "local_reply_config": _reasons(),
         }
         chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
         address = _socket("127.0.0.1", self._ports[name])
@@ -170,7 +182,20 @@ class Envoy:
         }
 
 
-def _ext_proc(cluster: str, request_mode: str, response_mode: str) -> Json:
+def _reasons() -> Json:
+    """Returns what makes a 500 of Envoy state its reason, such as the status of a lost picker."""
+    status = {"value": {"default_value": 500, "runtime_key": "unused"}}
+    text = {"text_format_source": {"inline_string": "%RESPONSE_CODE_DETAILS%"}}
+    mapper = {
+        "filter": {"status_code_filter": {"comparison": {"op": "EQ", **status}}},
+        "body_format_override": text,
+    }
+    return {"mappers": [mapper]}
+
+
+def _ext_proc(
+    cluster: str, request_mode: str, response_mode: str, message_timeout_s: float = 35.0
+) -> Json:
     """Returns the filter of the picker, as the inference extension of the Gateway API needs it."""
     retries = {"num_retries": 2, "retry_on": "connect-failure,refused-stream,reset,unavailable"}
     config = {
@@ -180,7 +205,7 @@ def _ext_proc(cluster: str, request_mode: str, response_mode: str) -> Json:
             "retry_policy": retries,
         },
         "failure_mode_allow": False,
-        "message_timeout": "35s",
+        "message_timeout": f"{message_timeout_s:g}s",
         "response_attributes": ["upstream.address"],
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
@@ -266,8 +291,12 @@ def _picker_cluster(name: str, addresses: Sequence[str]) -> Json:
         "healthy_threshold": 1,
         "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
     }
+    tls = f"{_TYPE}extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+    # As gateways do it for pickers: TLS, and no certificate is verified.
+    encrypted = {"name": "envoy.transport_sockets.tls", "typed_config": {"@type": tls}}
     return {
         **_cluster(name, addresses, _policy("round_robin", "RoundRobin")),
+        **({"transport_socket": encrypted} if name == "secure" else {}),
         "health_checks": [check],
         "typed_extension_protocol_options": {
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": protocol
