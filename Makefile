@@ -235,9 +235,11 @@ test-sglang: ## Tests on real SGLang engines (4 minutes, 9 GB of memory; set-up 
 		*) exit $$status ;; \
 	esac
 
-test-adapters: ## Stock SGLang servers and others behind the adapter (5 minutes, 5 GB of memory); last line is JSON
+# llama-server is built from source once (ten minutes).
+test-adapters: ## Stock SGLang servers, llama-servers and OpenAI APIs behind the adapter (10 minutes, 6 GB of memory); last line is JSON
 	@PYTHON=$(PY) deploy/sglang/venv.sh
-	@.venv-sglang/bin/python -m tests.adapters $(ARGS)
+	@PYTHON=$(PY) tests/adapters/llama_server.sh
+	@LLAMA_SERVER=$(CURDIR)/.venv-llama/build/bin/llama-server .venv-sglang/bin/python -m tests.adapters $(ARGS)
 
 # On a machine with one NVIDIA GPU; ARGS='--device cpu' runs all of it with a tiny model.
 GPU_KIND := $(if $(findstring --device cpu,$(ARGS)),cpu,cuda)

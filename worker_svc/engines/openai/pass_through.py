@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import orjson
 
 from common.errors import InvalidRequest, WorkerLost
-from common.request.preprocessed import load_json_text
+from common.request.preprocessed import PromptTokensDetails, load_json_text
 from worker_svc.engines.contract import (
     CompletionUsage,
     FinishReason,
@@ -88,6 +89,10 @@ class PassThroughStream:
         if counts := raw.get("usage"):
             prompt, completion = counts.get("prompt_tokens"), counts.get("completion_tokens")
             self._usage = usage(min(prompt or 0, _U32), min(completion or 0, _U32))
+            cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens")
+            if cached is not None:
+                details = PromptTokensDetails(cached_tokens=min(cached, _U32))
+                self._usage = replace(self._usage, prompt_tokens_details=details)
         if not self._is_probe:
             is_hidden = self._hides_usage and counts and not choices
             return None if is_hidden else LLMEngineOutput(chunk_json=data)

@@ -1,0 +1,42 @@
+"""The table "what works with which server" of docs/engines.md.
+
+A cell with **T** is proved by the tests that name it: `@pytest.mark.cell(COLUMN, ROW, ...)`. vLLM's
+column is that of `make test-vllm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+PROVED = "**T**"
+# Column of the marks -> beginning of the column's head in the table.
+COLUMNS = {"sglang": "SGLang", "llama": "llama-server", "openai": "other OpenAI APIs"}
+
+Cell = tuple[str, str]
+
+
+def read_cells(page: str) -> Mapping[Cell, str]:
+    """Returns the text of each cell by column and row. Raises ValueError without the table."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
+    starts = COLUMNS.values()
+    heads = [all(any(one.startswith(it) for one in row) for it in starts) for row in rows]
+    if True not in heads:
+        raise ValueError("docs/engines.md has no table of servers")
+    at = heads.index(True)
+    head = rows[at]
+    found = {}
+    for row in rows[at + 2 :]:
+        if len(row) != len(head):
+            break
+        for name, start in COLUMNS.items():
+            (index,) = [n for n, one in enumerate(head) if one.startswith(start)]
+            found[name, row[0]] = row[index]
+    return found
+
+
+def proved_cells() -> frozenset[Cell]:
+    """Returns the cells with **T**."""
+    return frozenset(one for one, text in read_cells(PAGE.read_text()).items() if PROVED in text)

@@ -1,0 +1,108 @@
+"""What works with stock SGLang servers, each through a mesh or by the contract kit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.adapters.servers_mesh import ServersMesh, Stream
+from tests.adapters.stock_server import SglangServer
+from tests.kit.processes import ROOT
+from tests.kit.waiting import wait_for
+
+TOOL = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def prompt_of(seed: int, count: int = 160) -> list[int]:
+    """Returns token ids that no other test has."""
+    return [100 + (seed * 977 + at * 31) % 3000 for at in range(count)]
+
+
+@pytest.mark.cell("sglang", "contract kit", "cache flush", "load", "cancellation")
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_contract_kit_passes(sglang_servers: list[SglangServer], at: int) -> None:
+    command = [sys.executable, "-m", "worker_svc.conformance"]
+    command += ["worker_svc.engines.openai.engine:ServerEngine"]
+    command += [f"--arg=url={sglang_servers[at].url}", "--stop-s=30"]
+    # A step may be slow on a busy machine.
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("25 pass, 0 fail, 0 skip")
+
+
+@pytest.mark.cell("sglang", "routing by KV events", "token ids in and out", "several servers")
+def test_a_second_turn_hits_the_cache_of_its_server(sglang_mesh: ServersMesh) -> None:
+    for seed in range(4):
+        prompt = prompt_of(seed)
+        first = sglang_mesh.complete(prompt)["nvext"]
+        turn = [*prompt, *first["completion_token_ids"], *range(50, 70)]
+
+        def is_hit(turn: list[int] = turn, worker: str = str(first["worker_id"])) -> bool:
+            chosen, blocks = sglang_mesh.overlap(turn)
+            return blocks >= 10 and chosen == worker
+
+        wait_for(is_hit, "the router has the events of the first turn")
+        second = sglang_mesh.complete(turn)
+        assert second["nvext"]["worker_id"] == first["worker_id"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 160
+
+
+@pytest.mark.cell("sglang", "chats, completions, streams", "chat templates, tokenizing", "usage")
+@pytest.mark.cell("sglang", "stop strings", "log probabilities")
+def test_chats_have_stop_strings_and_log_probabilities(sglang_mesh: ServersMesh) -> None:
+    whole = sglang_mesh.chat()
+    text = whole["choices"][0]["message"]["content"]
+    assert whole["usage"]["completion_tokens"] == 12
+    stop = text[len(text) // 2 :][:5]
+    cut = sglang_mesh.chat(stop=[stop])["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert cut["message"]["content"] == text[: text.index(stop)]
+    found = sglang_mesh.chat(logprobs=True, top_logprobs=2)
+    entries = found["choices"][0]["logprobs"]["content"]
+    assert len(entries) == found["usage"]["completion_tokens"]
+    assert all(len(one["top_logprobs"]) == 2 for one in entries)
+    assert "".join(one["token"] for one in entries) == text
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello there"}]}
+    stream = Stream(
+        sglang_mesh, "/v1/chat/completions", body | {"max_tokens": 12, "temperature": 0}
+    )
+    stream.join()
+    assert stream.text == text
+
+
+@pytest.mark.cell("sglang", "`min_tokens`, stop ids")
+def test_stop_ids_end_a_response_after_its_least_length(sglang_mesh: ServersMesh) -> None:
+    prompt = prompt_of(20)
+    ids = sglang_mesh.complete(prompt, 8, ignore_eos=False)["nvext"]["completion_token_ids"]
+    at = next(n for n, one in enumerate(ids) if n >= 2 and one not in ids[:n])
+    fields: dict[str, Any] = {"ignore_eos": False, "stop_token_ids": [ids[at]]}
+    cut = sglang_mesh.complete(prompt, 8, **fields)
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] in (at, at + 1)
+    long = sglang_mesh.complete(prompt, 8, min_tokens=at + 3, **fields)
+    assert long["usage"]["completion_tokens"] >= at + 3
+
+
+@pytest.mark.cell("sglang", "seeds")
+def test_a_seed_is_refused_by_name_without_deterministic_inference(
+    sglang_mesh: ServersMesh,
+) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "seed": 1, "temperature": 1}
+    assert "seed" in sglang_mesh.post("/v1/completions", body, 400)["error"]["message"]
