@@ -10,10 +10,11 @@ from typing import Any, Final
 import grpc.aio
 
 from batch_svc.core.batch import Owner
-from batch_svc.core.responses import Append, ResponseRow, ResponseRun
+from batch_svc.core.responses import ResponseRow, ResponseRun
 from batch_svc.core.streams import StoredOutput
 from batch_svc.runner.streams import OutputSignals
 from batch_svc.store.responses import StoredResponses
+from common.conversation_append import Append
 from kvmesh.batch.v1 import batch_pb2, responses_pb2, responses_pb2_grpc
 
 SERVICE_NAME: Final = "kvmesh.batch.v1.StoredResponseService"

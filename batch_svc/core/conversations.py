@@ -9,7 +9,9 @@ from typing import Any, Final
 import orjson
 
 from batch_svc.core.limits import MB
+from common.errors import InvalidRequest
 
+ITEM_EXISTS: Final = "ITEM_EXISTS"
 _PREFIX_CHARS_MAX: Final = 16
 
 
@@ -57,6 +59,19 @@ def items_of_response(input_items: Iterable[bytes], response: bytes) -> list[Ite
     output: Sequence[Any] = orjson.loads(response)["output"]
     items = [ItemRow(orjson.loads(item)["id"], item) for item in input_items]
     return [*items, *(ItemRow(item["id"], orjson.dumps(item)) for item in output)]
+
+
+def check_new_ids(items: Iterable[ItemRow], known: Iterable[str]) -> None:
+    """Raises InvalidRequest for an item with the id of another one of its conversation.
+
+    - known: the ids in the conversation.
+    """
+    taken = set(known)
+    for index, item in enumerate(items):
+        if item.id in taken:
+            text = f"the conversation has an item with the id {item.id!r} already"
+            raise InvalidRequest(text, f"items[{index}].id", reason=ITEM_EXISTS)
+        taken.add(item.id)
 
 
 def with_own_ids(

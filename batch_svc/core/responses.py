@@ -13,6 +13,7 @@ from batch_svc.core.batch import Owner
 from batch_svc.core.limits import MB
 from batch_svc.core.results import Reply
 from batch_svc.core.streams import StoredOutput
+from common.conversation_append import NO_CONVERSATION, Append
 
 DAY_S = 86_400.0
 
@@ -76,18 +77,6 @@ def join_items(items: Iterable[bytes]) -> bytes:
 def split_items(joined: bytes) -> tuple[bytes, ...]:
     """Returns the items of `join_items`."""
     return tuple(joined.split(b"\n")) if joined else ()
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """The conversation of a response; "": none. first_item: the first of its input items that is
-    not in the conversation."""
-
-    conversation_id: str = ""
-    first_item: int = 0
-
-
-NO_CONVERSATION = Append()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from batch_svc.core.conversations import (
     ConversationLimits,
     ConversationRow,
     ItemRow,
+    check_new_ids,
     with_own_ids,
 )
 from batch_svc.store.database import Database, Transaction
@@ -37,7 +38,7 @@ class ConversationStore:
         self, tenant: str, metadata: Mapping[str, str], items: Sequence[ItemRow]
     ) -> ConversationRow:
         """Raises Overloaded above the limit of the tenant, and InvalidRequest above those of a
-        conversation."""
+        conversation and for items with the same id."""
         conversation_id, now = f"conv_{secrets.token_hex(24)}", self._database.now
         most = self._limits.tenant_conversations
         async with self._database.transaction() as transaction:
@@ -80,7 +81,8 @@ class ConversationStore:
                 raise _no_conversation(conversation_id)
 
     async def add(self, tenant: str, conversation_id: str, items: Sequence[ItemRow]) -> None:
-        """Appends items. Raises InvalidRequest above a limit of the conversation."""
+        """Appends items. Raises InvalidRequest above a limit of the conversation, and for the id of
+        another item."""
         async with self._database.transaction() as transaction:
             await self._add(transaction, tenant, conversation_id, items)
 
@@ -161,7 +163,7 @@ class ConversationStore:
         """Appends the items of a response, also above the limits: they were checked before it ran.
         Returns whether the conversation was there.
 
-        - renames: an item with the id of another one gets a new id.
+        - renames: an item with the id of another one gets a new id; else it raises InvalidRequest.
         """
         # First, so that the row is locked until the end of the transaction.
         changed = await transaction.execute(
@@ -179,7 +181,11 @@ class ConversationStore:
             "SELECT next_number FROM conversations WHERE id = $1", conversation_id
         )
         first = int(rows[0][0]) - len(items)
-        named = await self._rename(transaction, conversation_id, items) if renames else items
+        if renames:
+            named = await self._rename(transaction, conversation_id, items)
+        else:
+            check_new_ids(items, await _known_ids(transaction, conversation_id, items))
+            named = items
         await transaction.execute_many(
             "INSERT INTO conversation_items (conversation_id, number, item_id, content)"
             " VALUES ($1, $2, $3, $4)",

@@ -16,10 +16,8 @@ from batch_svc.core.conversations import ItemRow, items_of_response
 from batch_svc.core.limits import WINDOW_S
 from batch_svc.core.responses import (
     APPENDING,
-    NO_CONVERSATION,
     NOT_ENDED,
     NOT_ENDED_SQL,
-    Append,
     OpenResponse,
     ResponseCount,
     ResponseLimits,
@@ -35,6 +33,7 @@ from batch_svc.store import streams
 from batch_svc.store.conversations import ConversationStore
 from batch_svc.store.database import Database, Transaction
 from batch_svc.store.group_commit import GroupCommit
+from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import InvalidRequest, NotFound, Overloaded
 
 RESPONSE_TOO_LARGE: Final = "RESPONSE_TOO_LARGE"

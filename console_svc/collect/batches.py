@@ -9,7 +9,7 @@ from common.errors import MeshError
 from common.inspection.batches import list_progress
 from common.registry.instances import Instance
 from console_svc.collect.channels import Channels
-from console_svc.state.batches import Batches, BatchView
+from console_svc.state.batches import Batches, BatchView, ResponseCountView
 from kvmesh.batch.v1 import batch_pb2
 
 BATCHES_MAX: Final = 200
@@ -33,9 +33,10 @@ async def read_batches(
         if found.runner_id != newest.id and found.runner_id in by_id:
             found = await _read(channels, by_id[found.runner_id])
     except MeshError as error:
-        return Batches(True, before.runner, before.batches, error.message)
+        return Batches(True, before.runner, before.batches, error.message, before.responses)
     runner = name_of(found.runner_id) if found.runner_id in by_id else ""
-    return Batches(True, runner, tuple(map(_view, found.batches)))
+    counts = (ResponseCountView(one.tenant, one.status, one.count) for one in found.responses)
+    return Batches(True, runner, tuple(map(_view, found.batches)), responses=tuple(counts))
 
 
 async def _read(channels: Channels, instance: Instance) -> batch_pb2.ListProgressResponse:

@@ -11,7 +11,7 @@ from console_svc.pages.frame import frame, refresh
 from console_svc.pages.paging import Column
 from console_svc.pages.parts import Empty, Notice, Tiles, box
 from console_svc.pages.table import Table
-from console_svc.state.batches import Batches, BatchView
+from console_svc.state.batches import Batches, BatchView, ResponseCountView
 from console_svc.state.console_state import ConsoleState
 
 _NO_SERVICE = (
@@ -52,6 +52,24 @@ COLUMNS: Sequence[Column[BatchView]] = (
     Column("problem", "Problem", lambda row: row.problem or NONE, is_long=True),
 )
 
+_NO_RESPONSES = (
+    "No response in the background yet",
+    "Clients begin one with `client.responses.create(background=True)`.",
+)
+RESPONSE_COLUMNS: Sequence[Column[ResponseCountView]] = (
+    Column("tenant", "Tenant", lambda row: row.tenant or NONE, lambda row: row.tenant),
+    Column(
+        "status",
+        "Status",
+        lambda row: row.status,
+        lambda row: row.status,
+        tone=lambda row: _TONES.get(row.status, ""),
+    ),
+    Column(
+        "count", "Responses", lambda row: count(row.count), lambda row: row.count, is_number=True
+    ),
+)
+
 
 def define(state: ConsoleState) -> None:
     @ui.page("/batches", title="Batches · KVMesh")
@@ -70,6 +88,12 @@ class _BatchesPage:
             self._content.style("gap: 24px")
             self._tiles = Tiles()
             self._table = Table("Batches", COLUMNS, lambda row: row.id, _NO_BATCHES)
+            self._responses = Table(
+                "Responses in the background",
+                RESPONSE_COLUMNS,
+                lambda row: f"{row.status} {row.tenant}",
+                _NO_RESPONSES,
+            )
         refresh(state, self._render)
 
     def _render(self) -> None:
@@ -79,6 +103,7 @@ class _BatchesPage:
         self._content.set_visibility(found.has_service)
         self._tiles.show(tiles(found))
         self._table.show(found.batches)
+        self._responses.show(found.responses)
 
 
 def tiles(found: Batches) -> dict[str, tuple[str, str]]:

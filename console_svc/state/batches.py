@@ -35,6 +35,17 @@ class BatchView:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseCountView:
+    """Responses in the background of one tenant with one status."""
+
+    tenant: str
+    """"": the frontends have no API keys."""
+
+    status: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batches:
     """The newest batches."""
 
@@ -47,3 +58,5 @@ class Batches:
     batches: tuple[BatchView, ...] = ()
     problem: str = ""
     """Why they may be old."""
+
+    responses: tuple[ResponseCountView, ...] = ()

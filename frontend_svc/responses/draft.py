@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from common.access.caller import Caller
+from common.conversation_append import NO_CONVERSATION, Append
 from frontend_svc.edge.asgi import Headers
 from frontend_svc.generation.api import Detached, ResponseInfo
 from frontend_svc.openai.output.json_bytes import compact_json
 from frontend_svc.responses.background import first_request, write_request
-from frontend_svc.responses.durable import NO_CONVERSATION, Append
 from frontend_svc.responses.events import ResponsesFormat, WarmupFormat
 from frontend_svc.responses.follow import ResponseStreams
 from frontend_svc.responses.kept import Turn

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.access.caller import Caller
+from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import Unavailable
 from frontend_svc.batches.client import BatchClient
 from frontend_svc.responses.store import StoredResponse
@@ -15,23 +16,6 @@ from kvmesh.batch.v1 import batch_pb2, responses_pb2
 
 # The client waits for the end of its response meanwhile.
 PUT_TIMEOUT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """The conversation of a response; "": none. first_item: the first of its input items that is
-    not in the conversation."""
-
-    conversation_id: str = ""
-    first_item: int = 0
-
-    def message(self) -> responses_pb2.Append:
-        return responses_pb2.Append(
-            conversation_id=self.conversation_id, first_item=self.first_item
-        )
-
-
-NO_CONVERSATION: Final = Append()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +63,7 @@ class DurableResponses:
             response=responses_pb2.StoredResponse(
                 id=response_id, response=stored.response, input_items=stored.input_items
             ),
-            append=append.message(),
+            append=_append_message(append),
             only_appends=only_appends,
         )
         try:
@@ -136,7 +120,7 @@ class DurableResponses:
             ),
             request=request,
             created_at=created,
-            append=append.message(),
+            append=_append_message(append),
             streams=streams,
         )
         await self._client.call("StartResponse", message)
@@ -170,3 +154,9 @@ class DurableResponses:
             "CancelResponse", message
         )
         return response.response.response
+
+
+def _append_message(append: Append) -> responses_pb2.Append:
+    return responses_pb2.Append(
+        conversation_id=append.conversation_id, first_item=append.first_item
+    )

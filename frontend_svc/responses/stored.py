@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import grpc.aio
 import structlog
 
+from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from frontend_svc.members import Members
-from frontend_svc.responses.durable import (
-    NO_CONVERSATION,
-    Append,
-    DurableResponses,
-    StreamedOutput,
-)
+from frontend_svc.responses.durable import DurableResponses, StreamedOutput
 from frontend_svc.responses.ids import frontend_of, is_durable, response_id
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc

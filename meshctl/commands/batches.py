@@ -22,6 +22,7 @@ _HEADER = (
     *("BATCH", "TENANT", "STATUS", "LINES", "DONE", "FAILED", "IN FLIGHT"),
     *("ENDPOINT", "CREATED", "EXPIRES"),
 )
+_RESPONSES_HEADER = ("TENANT", "RESPONSES IN THE BACKGROUND", "COUNT")
 
 
 @click.command("batches", cls=MeshCommand, config=MeshConfig, flags=REGISTRY_FLAGS)
@@ -30,19 +31,30 @@ _HEADER = (
 )
 @json_flag
 def command(config: MeshConfig, limit: int, as_json: bool) -> int:
-    """Shows the batches of all tenants, newest first, and which service runs them.
+    """Shows the batches of all tenants, newest first, and which service runs them; then how many
+    responses in the background there are, by tenant and status.
 
     DONE and FAILED are lines with a result; IN FLIGHT are lines that a frontend has and that may
     wait there for idle capacity.
     """
     found, runner = asyncio.run(_read(config, limit))
     if as_json:
-        batches = [_fields(progress) for progress in found.batches]
-        sys.stdout.write(json.dumps({"batches": batches, "runner": runner or None}) + "\n")
+        value = {
+            "batches": [_fields(progress) for progress in found.batches],
+            "responses": [
+                {"tenant": one.tenant, "status": one.status, "count": one.count}
+                for one in found.responses
+            ],
+            "runner": runner or None,
+        }
+        sys.stdout.write(json.dumps(value) + "\n")
         return 0
     rows = align([_HEADER, *map(_row, found.batches)])
     sys.stdout.writelines(f"{row}\n" for row in rows)
     sys.stdout.write(f"runner: {runner or 'none has the lease'}\n")
+    if found.responses:
+        counts = [(one.tenant or "-", one.status, str(one.count)) for one in found.responses]
+        sys.stdout.writelines(f"{row}\n" for row in ["", *align([_RESPONSES_HEADER, *counts])])
     return 0
 
 

@@ -77,6 +77,13 @@ _CLAUDE_TURNS: list[Any] = [
 ]
 _CLAUDE_TOOL = {"name": "f", "description": "F.", "input_schema": _SCHEMA}
 _RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": _SCHEMA, "strict": True}
+_ITEMS: list[Any] = [
+    {"type": "message", "role": "user", "content": "Hi", "id": "a"},
+    {"type": "function_call_output", "call_id": "call_1", "output": "ok"},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+]
+# One that is not there: its body is checked before.
+_CONVERSATION = f"/v1/conversations/conv_{'0' * 48}"
 
 # By path: valid bodies, without `model`.
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -145,18 +152,12 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "metadata": {"a": "b"},
         },
         {"input": "Hello", "max_output_tokens": 16, "background": True, "store": True},
+        {"input": "Hello", "max_output_tokens": 16, "background": True, "stream": True},
         {"input": "Hello", "max_output_tokens": 16, "conversation": {"id": "conv_1"}},
     ],
-    "/v1/conversations": [
-        {
-            "items": [
-                {"type": "message", "role": "user", "content": "Hi", "id": "a"},
-                {"type": "function_call_output", "call_id": "call_1", "output": "ok"},
-                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-            ],
-            "metadata": {"a": "b"},
-        },
-    ],
+    "/v1/conversations": [{"items": _ITEMS, "metadata": {"a": "b"}}],
+    _CONVERSATION: [{"metadata": {"a": "b"}}],
+    f"{_CONVERSATION}/items": [{"items": _ITEMS}],
     "/v1/responses/input_tokens": [{"input": "Hello", "tools": [_RESPONSES_TOOL]}],
     "/v1/messages": [
         {"messages": _CLAUDE_TURNS, "max_tokens": 4, "system": "Be brief.", "stream": True},

@@ -15,8 +15,6 @@ import pytest
 from batch_svc.core.batch import Owner
 from batch_svc.core.conversations import ConversationLimits, ItemRow
 from batch_svc.core.responses import (
-    NO_CONVERSATION,
-    Append,
     OpenResponse,
     ResponseLimits,
     ResponseRow,
@@ -31,6 +29,7 @@ from batch_svc.store.lease import LeaseLost, RunnerLease
 from batch_svc.store.responses import StoredResponses
 from batch_svc.store.schema import create_tables
 from batch_svc.store.sqlite import SqliteDatabase
+from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import InvalidRequest, NotFound, Overloaded
 
 OWNER = Owner("acme", "key1")
@@ -285,7 +284,7 @@ async def test_items_are_removed_and_limits_hold(conversations: ConversationStor
     items = [ItemRow(f"i{number}", b"{}") for number in range(4)]
     created = await conversations.create("acme", {"a": "b"}, items)
     with pytest.raises(InvalidRequest, match="5 items"):
-        await conversations.add("acme", created.id, items[:1])
+        await conversations.add("acme", created.id, [ItemRow("i4", b"{}")])
     assert await conversations.delete_item("acme", created.id, "i1") == created
     await conversations.add("acme", created.id, [ItemRow("i4", b"{}")])
     page, has_more = await conversations.page("acme", created.id, 2, "i0", ascending=True)
@@ -320,6 +319,22 @@ async def test_an_item_with_the_id_of_another_one_gets_a_new_one(
     for item in page:
         await conversations.delete_item("acme", created.id, item.id)
     assert await database.fetch("SELECT items, bytes FROM conversations") == [(0, 0)]
+
+
+async def test_an_item_that_a_client_adds_has_an_id_of_its_own(
+    conversations: ConversationStore,
+) -> None:
+    items = [ItemRow("msg_1", b'{"id":"msg_1"}'), ItemRow("msg_2", b'{"id":"msg_2"}')]
+    created = await conversations.create("acme", {}, items[:1])
+    for given, index in ((items[::-1], 1), ([items[1], items[1]], 1), (items, 0)):
+        with pytest.raises(InvalidRequest, match="already") as refused:
+            await conversations.add("acme", created.id, given)
+        assert (refused.value.field, refused.value.reason) == (f"items[{index}].id", "ITEM_EXISTS")
+    with pytest.raises(InvalidRequest, match="already"):
+        await conversations.create("acme", {}, [items[1], items[1]])
+    await conversations.add("acme", created.id, items[1:])
+    page, _ = await conversations.page("acme", created.id, 9, "", ascending=True)
+    assert [item.id for item in page] == ["msg_1", "msg_2"]
 
 
 async def test_equal_ids_in_one_call_become_different_ones(

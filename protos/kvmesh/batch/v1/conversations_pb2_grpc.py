@@ -119,7 +119,7 @@ class ConversationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AddItems(self, request, context):
-        """Appends items. INVALID_ARGUMENT above a limit of the conversation.
+        """Appends items. INVALID_ARGUMENT above a limit of the conversation, and for the id of another item.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

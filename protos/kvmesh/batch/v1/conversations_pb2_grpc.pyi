@@ -45,7 +45,7 @@ class ConversationServiceStub:
     DeleteConversation: _grpc.UnaryUnaryMultiCallable[_conversations_pb2.DeleteConversationRequest, _conversations_pb2.DeleteConversationResponse]
     """Removes a conversation with its items."""
     AddItems: _grpc.UnaryUnaryMultiCallable[_conversations_pb2.AddItemsRequest, _conversations_pb2.AddItemsResponse]
-    """Appends items. INVALID_ARGUMENT above a limit of the conversation."""
+    """Appends items. INVALID_ARGUMENT above a limit of the conversation, and for the id of another item."""
     ListItems: _grpc.UnaryUnaryMultiCallable[_conversations_pb2.ListItemsRequest, _conversations_pb2.ListItemsResponse]
     """Returns a page of items. NOT_FOUND also for `after`."""
     GetItem: _grpc.UnaryUnaryMultiCallable[_conversations_pb2.GetItemRequest, _conversations_pb2.GetItemResponse]
@@ -74,7 +74,7 @@ class ConversationServiceAsyncStub(ConversationServiceStub):
     DeleteConversation: _aio.UnaryUnaryMultiCallable[_conversations_pb2.DeleteConversationRequest, _conversations_pb2.DeleteConversationResponse]  # type: ignore[assignment]
     """Removes a conversation with its items."""
     AddItems: _aio.UnaryUnaryMultiCallable[_conversations_pb2.AddItemsRequest, _conversations_pb2.AddItemsResponse]  # type: ignore[assignment]
-    """Appends items. INVALID_ARGUMENT above a limit of the conversation."""
+    """Appends items. INVALID_ARGUMENT above a limit of the conversation, and for the id of another item."""
     ListItems: _aio.UnaryUnaryMultiCallable[_conversations_pb2.ListItemsRequest, _conversations_pb2.ListItemsResponse]  # type: ignore[assignment]
     """Returns a page of items. NOT_FOUND also for `after`."""
     GetItem: _aio.UnaryUnaryMultiCallable[_conversations_pb2.GetItemRequest, _conversations_pb2.GetItemResponse]  # type: ignore[assignment]
@@ -130,7 +130,7 @@ class ConversationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _conversations_pb2.AddItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conversations_pb2.AddItemsResponse, _abc.Awaitable[_conversations_pb2.AddItemsResponse]]:
-        """Appends items. INVALID_ARGUMENT above a limit of the conversation."""
+        """Appends items. INVALID_ARGUMENT above a limit of the conversation, and for the id of another item."""
 
     @_abc_1.abstractmethod
     def ListItems(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from console_svc.pages.batches import COLUMNS, tiles
-from console_svc.state.batches import Batches, BatchView
+from console_svc.pages.batches import COLUMNS, RESPONSE_COLUMNS, tiles
+from console_svc.state.batches import Batches, BatchView, ResponseCountView
 
 
 def batch(status: str, total: int = 10, completed: int = 4, failed: int = 1) -> BatchView:
@@ -28,3 +28,8 @@ def test_a_row_has_the_share_of_lines_with_a_result() -> None:
     assert (texts["done"], texts["failed"], texts["status"]) == ("50 %", "1", "failed")
     assert batch("validating", 0, 0, 0).done is None
     assert next(column.tone for column in COLUMNS if column.tone)(batch("failed")) == "bad"
+
+
+def test_a_row_counts_the_responses_of_a_tenant_with_one_status() -> None:
+    row = ResponseCountView("", "failed", 1200)
+    assert [column.text(row) for column in RESPONSE_COLUMNS] == ["-", "failed", "1,200"]
