@@ -247,14 +247,14 @@ class ModelCatalog:
         return refused
 
     def continues_penalties(self, name: str, worker_id: int | None) -> bool:
-        """Returns whether a response with penalties may continue on a worker; None: on any of
-        them. On no unknown one."""
+        """Returns whether a response with penalties may continue on a worker, on no unknown one.
+        None: on each of them; without any, it may wait for one."""
         found = self._continues_penalties.get(name)
         if found is None:
             found = self._continues_penalties[name] = continues_penalties(self.workers(name))
         if worker_id is not None:
             return found.get(worker_id, False)
-        return bool(found) and all(found.values())
+        return all(found.values())
 
     def engine_name(self, name: str, worker_id: int) -> str | None:
         """Returns the engine of a worker of a model; "": it does not state it. For a worker that

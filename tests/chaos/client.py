@@ -122,9 +122,10 @@ async def _send(url: str, request: bytes, reply: Reply) -> HttpCall:
     return call
 
 
-async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
-    """Returns the complete response; errors of the mesh are in `error`."""
-    body = body_of(reply.prompt, reply.tokens, stream=stream)
+# Any: JSON.
+async def fetch(url: str, reply: Reply, *, stream: bool = True, **fields: Any) -> Reply:
+    """Returns the complete response; errors of the mesh are in `error`. fields: of the body."""
+    body = {**body_of(reply.prompt, reply.tokens, stream=stream), **fields}
     await exchange(url, request_of(url, body), reply)
     if not reply.error:
         _read(reply)

@@ -3,8 +3,10 @@
 Each case is one mesh of real processes, in which the kinds of process of its name have the other
 version, or one of two processes of each kind. It serves requests of all kinds; every response is
 compared with that of this version alone. A case `upgrade` replaces each old process by a new one
-under that load. Prints one JSON line for each case, then the sums. The exit status is 1 if a case
-failed, or could not run: a missing commit is a failure, with the git command that fetches it.
+under that load; `background` sends responses in the background beside it; in a case `penalties` a
+response loses its worker while one of a version joins. Prints one JSON line for each case, then the
+sums. The exit status is 1 if a case failed, or could not run: a missing commit is a failure, with
+the git command that fetches it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from tests.chaos import penalties
 from tests.chaos.cases import Shape
 from tests.contract.consul_agent import ConsulAgent, running_agent
 from tests.kit.local_mesh import local_mesh
@@ -40,6 +43,8 @@ from tools.versions.supported import supported_versions
 CLIENTS = 8
 ROUNDS = 3
 CALL_S = 60.0
+# No supported version has a batch service: it is of this version wherever there is one.
+_SKEWED = tuple(kind for kind in KINDS if kind != "batch")
 # A busy machine causes some. Handoffs that two versions cannot do cause more than one a request.
 RETRIES_MAX_SHARE = 0.5
 ACCEPTED = 'kvmesh_worker_requests_total{outcome="accepted"}'
@@ -54,8 +59,9 @@ class SkewCase:
 
     other: kinds of process that have the other version. is_old_mesh: whether that is this version,
     in a mesh of the old one. is_mixed: one of two processes of each kind has the old version.
-    is_upgrade: the mesh is old, and each process is replaced by a new one under load. rounds: of
-    requests of all kinds, by each frontend.
+    is_upgrade: the mesh is old, and each process is replaced by a new one under load. has_batch:
+    the mesh has a batch service, and runs responses in the background too. loss: the only request
+    has penalties and loses its worker. rounds: of requests of all kinds, by each frontend.
     """
 
     name: str
@@ -66,6 +72,8 @@ class SkewCase:
     is_upgrade: bool = False
     has_token: bool = False
     has_consul: bool = False
+    has_batch: bool = False
+    loss: penalties.Loss | None = None
     rounds: int = ROUNDS
 
 
@@ -82,7 +90,7 @@ def all_cases() -> list[SkewCase]:
             SkewCase(
                 f"{prefix}-{kind}", PAIRS if kind in ROLES else AGGREGATED, (kind,), is_old_mesh
             )
-            for kind in KINDS
+            for kind in _SKEWED
         ]
     cases += [MIXED, MIXED_PAIRS]
     cases += [replace(case, name=f"{case.name}/token", has_token=True) for case in cases[-2:]]
@@ -91,6 +99,11 @@ def all_cases() -> list[SkewCase]:
     cases.append(
         SkewCase("upgrade/pd", MIXED_PAIRS.shape, is_upgrade=True, has_token=True, rounds=1)
     )
+    cases.append(replace(MIXED, name="background/agg", has_batch=True))
+    cases += [
+        SkewCase(f"penalties/{name}", Shape(workers=1), loss=loss)
+        for name, loss in penalties.LOSSES.items()
+    ]
     return cases
 
 
@@ -140,9 +153,9 @@ async def reference_contents(rounds: int) -> dict[tuple[str, int], Any]:
 def trees_of(case: SkewCase, old: Path) -> dict[str, list[Path]]:
     """Returns the sources of each kind of process, in turn."""
     if case.is_mixed:
-        return {kind: [old, ROOT] for kind in KINDS}
+        return {kind: [old, ROOT] for kind in _SKEWED}
     base, other = (old, ROOT) if case.is_old_mesh or case.is_upgrade else (ROOT, old)
-    return {kind: [other if kind in case.other else base] for kind in KINDS}
+    return {kind: [other if kind in case.other else base] for kind in _SKEWED}
 
 
 @contextmanager
@@ -151,10 +164,12 @@ def mesh_of(case: SkewCase, old: Path, folder: Path, agent: ConsulAgent | None) 
     flags: list[str] = [f"--mesh-token={TOKEN}"] if case.has_token else []
     if agent is not None:
         flags += ["--registry=consul", f"--consul-url={agent.url}"]
+    speedup = 5.0 if case.loss is None else case.loss.speedup
     with Mesh(
         folder,
         **asdict(case.shape),
-        worker_flags=[*flags, *model_flags(old), "--speedup=5", "--metrics-port=0"],
+        batches=int(case.has_batch),
+        worker_flags=[*flags, *model_flags(old), f"--speedup={speedup}", "--metrics-port=0"],
         frontend_flags=flags,
         router_flags=flags,
         indexer_flags=flags,
@@ -169,6 +184,9 @@ class _Load:
     def __init__(self, mesh: Mesh, expected: Mapping[tuple[str, int], Any]) -> None:
         self.outcome = Outcome()
         self.urls = mesh.urls
+        self.has_background = False
+        """Whether each frontend of `urls` also starts responses in the background."""
+
         self.runs = 0
         self._expected = expected
         self._slots = asyncio.Semaphore(CLIENTS)
@@ -185,6 +203,8 @@ class _Load:
                         tasks.create_task(self._send(http, url, request, number))
                 for url in self.urls:
                     tasks.create_task(self._converse(http, url, number))
+                for url in self.urls if self.has_background else ():
+                    tasks.create_task(self._run_in_background(http, url, number))
         self.runs += 1
 
     async def _send(
@@ -209,13 +229,39 @@ class _Load:
                 expected = content_of("responses", texts[0])
                 self._compare("stored response", "responses", text, expected)
 
+    async def _run_in_background(self, http: httpx.AsyncClient, url: str, number: int) -> None:
+        """Starts responses in the background; they have the content of those in the foreground."""
+        (request,) = (one for one in requests_of(number) if one.kind == "response")
+        first = await self._post(http, url, request.path, {**request.body, "background": True})
+        if first is None:
+            return
+        path = f"{request.path}/{json.loads(first)['id']}"
+        expected = self._expected[request.kind, number]
+
+        async def is_over() -> bool:
+            text = await self._request(http, "GET", url, path)
+            if text is None:
+                return True
+            if json.loads(text)["status"] in ("queued", "in_progress"):
+                return False
+            self._compare("background", request.path, text, expected)
+            return True
+
+        await until(is_over, f"{path} has ended", CALL_S, 0.1)
+
     async def _post(
         self, http: httpx.AsyncClient, url: str, path: str, body: Mapping[str, Any]
     ) -> str | None:
         """Returns the body of the response; None after an error, which counts."""
         self.outcome.requests += 1
+        return await self._request(http, "POST", url, path, json=body)
+
+    async def _request(
+        self, http: httpx.AsyncClient, method: str, url: str, path: str, **more: Any
+    ) -> str | None:
+        """As `_post`, without counting the request."""
         try:
-            response = await http.post(f"{url}/v1/{path}", json=body)
+            response = await http.request(method, f"{url}/v1/{path}", **more)
         except httpx.HTTPError as error:
             self.outcome.errors[f"{path}: {error!r}"] += 1
             return None
@@ -265,6 +311,14 @@ async def _replace(mesh: Mesh, load: _Load, old: Service) -> None:
     assert status == 0, old.tail()
 
 
+async def _lose(mesh: Mesh, load: _Load, loss: penalties.Loss, old: Path) -> None:
+    """Sends the response of a case `penalties`."""
+    load.outcome.requests = 1
+    expected = await penalties.expected_text(loss.tokens)
+    reply = await penalties.lose_worker(mesh, loss, old if loss.joins == "old" else ROOT)
+    load.outcome.inexact.update(penalties.faults_of(reply, expected, loss))
+
+
 def run_case(
     case: SkewCase,
     old: Path,
@@ -279,9 +333,19 @@ def run_case(
         folder = Path(name) if keep_logs is None else keep_logs
         with mesh_of(case, old, folder, agent) as mesh:
             load = _Load(mesh, expected)
-            if case.is_upgrade:
+            if case.loss is not None:
+                asyncio.run(_lose(mesh, load, case.loss, old))
+            elif case.is_upgrade:
                 asyncio.run(_upgrade(mesh, load, case.rounds))
             else:
+                if case.has_batch:
+                    # Old ones cannot read what the batch service stores: docs/operate/versions.md.
+                    load.has_background = True
+                    load.urls = [
+                        frontend.addresses["http"]
+                        for frontend in mesh.running("frontend")
+                        if frontend.tree == ROOT
+                    ]
                 asyncio.run(load.run(case.rounds))
                 load.outcome.unused = list(_unused(mesh))
                 load.outcome.retries = _retries(mesh)
@@ -290,7 +354,9 @@ def run_case(
 
 def _retries(mesh: Mesh) -> int:
     lines = [line for frontend in mesh.running("frontend") for line in frontend.events("request")]
-    return sum(line["attempts"] - line.get("requests", 1) for line in lines)
+    # Refused requests, and those that only start one in the background, have no attempts.
+    placed = [line for line in lines if "attempts" in line]
+    return sum(line["attempts"] - line.get("requests", 1) for line in placed)
 
 
 def _unused(mesh: Mesh) -> Iterator[str]:

@@ -20,12 +20,6 @@ KEEP_ALIVE = b": keep-alive"
 TOKENS = 150
 
 
-def waiting(mesh: Mesh) -> float:
-    lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
-    name = "kvmesh_frontend_awaiting_worker_requests "
-    return float(next(line for line in lines if line.startswith(name)).removeprefix(name))
-
-
 async def kill_worker(mesh: Mesh) -> None:
     mesh.workers[0].kill()
     await until(lambda: not mesh.known_instance_ids("worker"), "discovery reports its death")
@@ -55,9 +49,9 @@ async def test_streams_and_new_requests_wait_for_the_successor_of_a_worker(
         whole = Reply("Whole", TOKENS)
         calls.append(asyncio.create_task(fetch(mesh.url, whole, stream=False)))
         gone = await connect(mesh.url, Reply("Gone", TOKENS), stream=True)
-        await until(lambda: waiting(mesh) == 14, "all requests wait")
+        await until(lambda: mesh.awaiting_worker() == 14, "all requests wait")
         gone.hang_up()
-        await until(lambda: waiting(mesh) == 13, "the wait of a lost client ends")
+        await until(lambda: mesh.awaiting_worker() == 13, "the wait of a lost client ends")
         await until(lambda: all(KEEP_ALIVE in reply.raw for reply in [*running, *new]), "comments")
         assert not any(call.done() for call in calls)
         await asyncio.to_thread(mesh.spawn(kind).wait_ready)

@@ -385,6 +385,12 @@ class Mesh:
                 return False
         return True
 
+    def awaiting_worker(self) -> int:
+        """Returns how many requests of the oldest frontend wait for a worker."""
+        name = "kvmesh_frontend_awaiting_worker_requests "
+        lines = self.http.get(f"{self.url}/metrics").text.splitlines()
+        return int(float(next(line for line in lines if line.startswith(name)).split()[1]))
+
     # Any: JSON.
     def post_completion(
         self,

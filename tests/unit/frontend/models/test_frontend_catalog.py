@@ -144,7 +144,8 @@ async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and
 async def test_penalties_continue_on_the_workers_of_the_latest_snapshot_that_state_it() -> None:
     models = Table(A).models
     able = replace(worker(1, A, "french"), meta={CONTINUES_PENALTIES_META_KEY: "1"})
-    assert not models.continues_penalties("a", None)
+    assert models.continues_penalties("a", None), "it waits for a worker, which is checked"
+    assert not models.continues_penalties("a", 1)
     await follow_and_load(models, snapshot(able))
     assert models.continues_penalties("a", None)
     await follow_and_load(models, snapshot(able, worker(2, A)))
