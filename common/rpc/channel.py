@@ -30,8 +30,8 @@ from common.errors import Conflict, InvalidRequest, Unauthenticated
 from common.rpc.authentication import REPLY_KEY, CallerCheck, sign_call
 from common.rpc.call_context import outgoing_metadata, remaining_time_s
 from common.rpc.interceptors import MeshInterceptor, RunningCalls
-from common.rpc.roles import certificate_name
 from common.rpc.status import map_rpc_errors
+from common.runtime.certificate_names import certificate_name
 from common.runtime.certificates import CertificateFiles, Pem
 from common.runtime.config import ServiceConfig, flag_name
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback

@@ -1,7 +1,6 @@
 """Which services may call which methods, if certificates name the roles of their owners.
 
-A certificate with the DNS name `<role>.<domain>` is that of a process of this role. Tools, such as
-meshctl and grpcurl, have the role `operator`.
+`certificate_names.py` has the form of these names.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from common.errors import PermissionDenied
+from common.runtime.certificate_names import OPERATOR, certificate_name
 
-OPERATOR: Final = "operator"
 _ENGINE: Final = "/kvmesh.engine.v1.EngineService/"
 _INDEXER: Final = "/kvmesh.indexer.v1.IndexerService/"
 _ROUTER: Final = "/kvmesh.router.v1.RouterService/"
@@ -68,11 +67,6 @@ _CALLER: Final[Mapping[str, str]] = {
 def server_role(method: str) -> str:
     """Returns the role of the servers of a method; "" if no service has it."""
     return next((role for package, role in _SERVER if method.startswith(package)), "")
-
-
-def certificate_name(role: str, domain: str) -> str:
-    """Returns the DNS name in the certificates of a role."""
-    return f"{role}.{domain}"
 
 
 def is_for_operators(method: str) -> bool:

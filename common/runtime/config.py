@@ -36,6 +36,7 @@ from pydantic.fields import FieldInfo
 
 from common.errors import InvalidRequest
 from common.namespace import check_namespace
+from common.runtime.certificate_names import OPERATOR, certificate_name, first_dns_names
 from common.runtime.hosts import WILDCARD_HOSTS, is_loopback
 from common.runtime.otlp import (
     Header,
@@ -50,6 +51,8 @@ from common.runtime.ready_line import ERROR_CHARS_MAX, write_ready_line
 from common.runtime.suggestion import suggest
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "BATCH", "CONSOLE", "EPP")
+# Roles in the certificates of services; each other service has the role of its name.
+_CERTIFICATE_ROLES = {"CONSOLE": OPERATOR, "EPP": "frontend"}
 PREFIX = "KVMESH_"
 # Of variables, in the order of `suggest`.
 _BEGINNINGS = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX)
@@ -578,13 +581,29 @@ class ConfigCommand(click.Command, Generic[ConfigT]):
             raise ConfigError(problems)
         winners = {item.setting.name: item for item in reversed(given)}
         config = cls.model_validate({name: item.value for name, item in winners.items()})
-        if contradictions := config.problems():
+        if contradictions := [*config.problems(), *self._role_problems(config)]:
             found = [problem.partition(":") for problem in contradictions]
             sources = {name: item.source for name, item in winners.items()}
             raise ConfigError(
                 [f"{sources.get(field, flag_name(field))}:{text}" for field, _, text in found]
             )
         return config, warnings
+
+    def _role_problems(self, config: ConfigT) -> Iterator[str]:
+        """Yields why peers refuse the certificate, as `ServiceConfig.problems`. A file that cannot
+        be read is a problem of the start: it may be written later."""
+        path, domain = config.tls_cert_path, config.tls_role_domain
+        if self._service is None or path is None or domain is None:
+            return
+        role = _CERTIFICATE_ROLES.get(self._service, self._service.lower())
+        wanted = certificate_name(role, domain)
+        try:
+            names = first_dns_names(path.read_bytes())
+        except (OSError, ValueError):
+            return
+        if wanted not in names:
+            others = ", ".join(names) or "no DNS name"
+            yield f"tls_cert_path: {path} has {others}; its role here needs the name {wanted}"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the settings after the other options; a text of a setting is one line."""

@@ -196,6 +196,27 @@ def test_certificates_of_the_groups_suffice_if_the_file_names_the_authority_for_
     assert "sample request failed" not in mesh.out.read_text()
 
 
+def test_a_certificate_of_another_role_is_named_before_anything_starts(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "tls")
+    paths = f"tls_ca_path: {authority.ca}, tls_role_domain: mesh.test"
+    text = ""
+    for role, section in (("operator", ""), ("frontend", "frontends"), ("router", "routers")):
+        cert, key = authority.issue(role, [f"DNS:{role}.mesh.test"])
+        own = f"settings: {{tls_cert_path: {cert}, tls_key_path: {key}"
+        text += f"{section}: {{{own}}}}}\n" if section else f"{own}, {paths}}}\n"
+    path = tmp_path / "mesh.yaml"
+    path.write_text(f"{text}indexers: {{count: 0}}\nbatches: {{count: 1}}\n")
+    mesh = Up(tmp_path, "-f", "mesh.yaml", "--check")
+    assert mesh.process.wait(READY_S) == 2
+    problems = mesh.out.read_text().splitlines()
+    assert len(problems) == 2, problems
+    for service in ("worker", "batch"):
+        assert any(
+            f"operator.mesh.test; its role here needs the name {service}." in one
+            for one in problems
+        )
+
+
 def test_a_problem_of_the_file_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "mesh.yaml").write_text("routers:\n  settings: {queue_treshold: 2}\n")
     mesh = Up(tmp_path, "-f", "mesh.yaml", "--check")

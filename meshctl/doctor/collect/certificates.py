@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from common.runtime.certificate_names import dns_names
 from meshctl.doctor.collect.settings import Settings
 from meshctl.doctor.facts import CertificateFacts
 
@@ -64,13 +65,11 @@ def _public(key: object) -> bytes:
 
 
 def _facts(place: str, certificate: x509.Certificate) -> CertificateFacts:
-    name = certificate.subject.rfc4514_string()
     try:
-        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        names = extension.value.get_values_for_type(x509.DNSName)
-        name = names[0] if names else name
-    except (x509.ExtensionNotFound, ValueError):
-        pass
+        names = dns_names(certificate)
+    except ValueError:
+        names = []
+    name = names[0] if names else certificate.subject.rfc4514_string()
     return CertificateFacts(
         place,
         name or "a certificate without a name",

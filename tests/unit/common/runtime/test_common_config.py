@@ -23,6 +23,7 @@ from common.runtime.config import (
     read_config_or_exit,
 )
 from common.runtime.hosts import is_loopback
+from tests.kit.certificates import Authority
 
 
 def refuse_short(key: str) -> str:
@@ -471,3 +472,31 @@ def test_an_open_metrics_port_needs_a_key_and_roles_need_certificates(tmp_path: 
     assert read([*open_port, "--metrics-key", "k"]).metrics_key == "k"
     (problem,) = problems(["--tls-role-domain", "mesh.test"])
     assert problem.startswith("--tls-role-domain: needs the three --tls paths")
+
+
+@pytest.mark.parametrize(
+    ("service", "role"), [("ROUTER", "router"), ("EPP", "frontend"), ("CONSOLE", "operator")]
+)
+def test_a_certificate_without_the_name_of_the_role_is_refused(
+    tmp_path: Path, service: str, role: str
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("other", ["DNS:worker.mesh.test"])
+    paths = [f"--tls-cert-path={cert}", f"--tls-key-path={key}", f"--tls-ca-path={authority.ca}"]
+    with_roles = ["--model=m", *paths, "--tls-role-domain=mesh.test"]
+    read_config(RouterConfig, service, {}, ["--model=m", *paths])
+    read_config(RouterConfig, None, {}, with_roles)
+    with pytest.raises(ConfigError) as refused:
+        read_config(RouterConfig, service, {}, with_roles)
+    (problem,) = refused.value.problems
+    assert problem == (
+        f"--tls-cert-path: {cert} has worker.mesh.test; its role here needs the name"
+        f" {role}.mesh.test"
+    )
+    authority.issue("other", ["DNS:worker.mesh.test", f"DNS:{role}.mesh.test"])
+    read_config(RouterConfig, service, {}, with_roles)
+    authority.issue("other")
+    with pytest.raises(ConfigError, match="has no DNS name"):
+        read_config(RouterConfig, service, {}, with_roles)
+    cert.write_text("replaced at this moment")
+    read_config(RouterConfig, service, {}, with_roles)
