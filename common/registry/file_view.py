@@ -64,12 +64,14 @@ def encode_entry(order: int, instance: Instance, signer: EntrySigner) -> tuple[s
 
 @dataclass(slots=True)
 class _Entry:
-    """An open entry file. instance: None if unreadable. fd: keeps the inode in use."""
+    """An open entry file. instance: None if unreadable. fd: keeps the inode in use.
+    is_authenticated: False if it is not proved to be of this mesh."""
 
     fd: int
     inode: int
     order: int
     instance: Instance | None
+    is_authenticated: bool = True
 
 
 class FolderView:
@@ -106,7 +108,10 @@ class FolderView:
                 self._drop_entry(name)
         if self._has_changed and (self.is_listed or self.snapshot.revision):
             self._has_changed = False
-            self.snapshot = self.snapshot.next_snapshot(self.instances())
+            self.snapshot = self.snapshot.next_snapshot(
+                self.instances(),
+                has_unauthenticated=not all(e.is_authenticated for e in self.entries.values()),
+            )
         return self.snapshot
 
     def close(self) -> None:
@@ -196,7 +201,7 @@ class FolderView:
             self._signer.check_seal(sealed, instance.id)
         except Unauthenticated as error:
             LOG.warning("registry_entry_unauthenticated", path=name, error=error.message)
-            return _Entry(fd, inode, 0, None)
+            return _Entry(fd, inode, 0, None, is_authenticated=False)
         except InvalidRequest as error:
             if raw:
                 LOG.warning(

@@ -230,10 +230,13 @@ class Snapshot:
 
     revision: grows with every change; comparable within one Registry object and namespace. 0 =
     the store was never read; 1 = also a namespace that was read and is empty.
+    has_unauthenticated: whether the store has live entries that are not proved to be of this mesh;
+    they are no members.
     """
 
     revision: int = 0
     instances: Mapping[int, Instance] = field(default_factory=dict, hash=False)
+    has_unauthenticated: bool = False
     # Service -> its members, and model -> its workers.
     _members: Mapping[str, tuple[Instance, ...]] = field(init=False, repr=False, compare=False)
     _workers: Mapping[str, tuple[Instance, ...]] = field(init=False, repr=False, compare=False)
@@ -256,13 +259,16 @@ class Snapshot:
         """Returns the workers that serve `model`."""
         return self._workers.get(model, ())
 
-    def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
+    def next_snapshot(
+        self, members: Iterable[Instance], *, has_unauthenticated: bool = False
+    ) -> Snapshot:
         """Returns the snapshot with `members` (oldest first); `self` if read before and nothing
         changed."""
         instances = {i.id: i for i in newest_incarnations(members)}
-        if self.revision and instances == self.instances:
+        before = (self.instances, self.has_unauthenticated)
+        if self.revision and (instances, has_unauthenticated) == before:
             return self
-        return Snapshot(self.revision + 1, instances)
+        return Snapshot(self.revision + 1, instances, has_unauthenticated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 2.0
 ROLLED = 5
+TOKEN = "not that of the mesh, 32 bytes.."
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def is_serving(service: Service, name: str = "") -> bool:
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def read(service: Service) -> Routable:
+def read(service: Service, security: rpc.Security = rpc.PLAINTEXT) -> Routable:
     async def call() -> Routable | None:
-        async with rpc.channel(service.address) as channel:
+        async with rpc.channel(service.address, security=security) as channel:
             return await read_routable(channel)
 
     state = asyncio.run(call())
@@ -68,11 +69,19 @@ def complete(url: str, model: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False)
 
 
-def test_every_member_of_a_mesh_becomes_routable(mesh: Mesh) -> None:
+def test_every_member_of_a_mesh_becomes_routable_and_no_process_with_another_token(
+    mesh: Mesh,
+) -> None:
     for service in mesh.services:
         wait_for(lambda service=service: is_serving(service), f"{service.name} is routable")  # type: ignore[misc]
         assert read(service) == Routable(True)
         assert service.wait_routable()["given_up"] == []
+    stranger = mesh.spawn("worker", f"--mesh-token={TOKEN}").wait_ready()
+    (peer,) = read(stranger, rpc.Security(token=TOKEN)).missing
+    assert (peer.instance_id, peer.service) == (stranger.instance_id, "worker")
+    assert "no other member proves its mesh token" in peer.reason
+    assert not is_serving(stranger)
+    assert stranger.events("routable") == []
 
 
 def test_a_stopped_frontend_is_missing_then_given_up_and_both_times_named(mesh: Mesh) -> None:

@@ -160,6 +160,32 @@ async def test_a_member_sees_only_entries_that_the_token_signed(tmp_path: Path) 
         await owner.close()
 
 
+@pytest.mark.parametrize("store", ["file", "consul"])
+async def test_a_member_sees_whether_there_are_entries_that_its_token_did_not_sign(
+    store: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    def connect(token: str | None) -> Registry:
+        if store == "file":
+            return file_registry(tmp_path, token)
+        return ConsulRegistry(request.getfixturevalue("consul").url, signer=EntrySigner(token))
+
+    namespace = f"signed-{store}"
+    registries = {token: connect(token) for token in (TOKEN, "another token", None)}
+
+    async def seen() -> list[bool]:
+        found = [await one.snapshot(namespace) for one in registries.values()]
+        return [snapshot.has_unauthenticated for snapshot in found]
+
+    assert await seen() == [False] * 3
+    instance = replace(Rogue(address="127.0.0.1:1").instance("worker"), namespace=namespace)
+    lease = await registries[TOKEN].register(instance)
+    assert await seen() == [False, True, False]
+    await lease.close()
+    assert await seen() == [False] * 3
+    for registry in registries.values():
+        await registry.close()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [(b"127.0.0.1:1", b"127.0.0.1:2"), (b'"decode"', b'"prefill"'), (b'"order":', b'"order":9')],

@@ -53,11 +53,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All entries of a namespace at `index`. unreadable: service ID → error."""
+    """All entries of a namespace at `index`. unreadable: service ID → error. has_unauthenticated:
+    whether some of these are not proved to be of this mesh."""
 
     index: int
     entries: tuple[Entry, ...]
     unreadable: Mapping[str, str]
+    has_unauthenticated: bool
 
 
 def service_name(namespace: str) -> str:
@@ -177,13 +179,14 @@ def parse_listing(namespace: str, index: str, services: Any, reader: InstanceRea
     """Returns the listing in a response to a health query. Raises Unavailable if it is not one."""
     if not index.isdecimal() or int(index) < 1 or not isinstance(services, list):
         raise Unavailable(f"unreadable list of services from Consul, index {index}", 1.0)
-    entries, unreadable = [], {}
+    entries, unreadable, has_unauthenticated = [], {}, False
     for item in services:
         try:
             entries.append(_parse_entry(namespace, item, reader))
         except (InvalidRequest, Unauthenticated) as error:
             unreadable[str(item["Service"]["ID"])] = error.message
-    return Listing(int(index), tuple(entries), unreadable)
+            has_unauthenticated |= isinstance(error, Unauthenticated)
+    return Listing(int(index), tuple(entries), unreadable, has_unauthenticated)
 
 
 def _parse_entry(namespace: str, item: Any, reader: InstanceReader) -> Entry:

@@ -150,7 +150,10 @@ class NamespaceView:
         self._index = listing.index
         # Kept members come first: a listed registration is younger than a lost one.
         self._members = kept | dict(sorted(passing.items(), key=lambda item: item[1].order))
-        next_snapshot = self.snapshot.next_snapshot(e.instance for e in self._members.values())
+        next_snapshot = self.snapshot.next_snapshot(
+            (e.instance for e in self._members.values()),
+            has_unauthenticated=listing.has_unauthenticated,
+        )
         if next_snapshot is not self.snapshot:
             self.snapshot = next_snapshot
             self._notify()

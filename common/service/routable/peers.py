@@ -3,7 +3,9 @@
 A member waits for an acknowledgement of each live peer that sends it work, and for each peer that
 it needs itself (`waits_for`, by the state of the member). A peer that has not responded for the
 limit is given up: the member does not wait for it, and still names it. Without a limit, a member
-waits until the registry shows it, and a live member of each required role.
+waits until the registry shows it, and a live member of each required role. While the registry has
+entries of other meshes, or of this one if the member has another mesh token, it also waits for a
+member that sends it work, or of another service.
 
 Invariants: a peer is waited for, given up or acknowledged; an acknowledged peer stays so; peers
 that have left are none of them; a member that is routable stays so, and takes no new peers.
@@ -29,6 +31,7 @@ _NO_RESPONSE = "it has not responded yet"
 # Without the first, peers that join now would not be waited for.
 _NOT_SHOWN = "the registry does not show it yet"
 _NO_MEMBER = "no live member has this role, which --required-roles names"
+_NOT_OF_MESH = "no other member proves its mesh token, and the registry has entries without a proof"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,12 @@ class Peers:
         member, present = self._member, snapshot.instances.values()
         if all(instance.id != member.id for instance in present):
             yield WaitingPeer(member.id, member.stable_name, member.service, _NOT_SHOWN)
+        others = {instance.service for instance in present} - {member.service}
+        senders = SENDERS[member.service]
+        if snapshot.has_unauthenticated and not (
+            others.intersection(senders) if senders else others
+        ):
+            yield WaitingPeer(member.id, member.stable_name, member.service, _NOT_OF_MESH)
         roles = {role_of(instance) for instance in present}
         for role in self._required:
             if role not in roles:

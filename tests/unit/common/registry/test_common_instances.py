@@ -166,6 +166,9 @@ def test_the_next_snapshot_is_the_same_object_if_nothing_changed() -> None:
     assert first.revision == 1
     assert first.next_snapshot([instance(1)]) is first
     assert first.next_snapshot([]).revision == 2
+    refused = first.next_snapshot([instance(1)], has_unauthenticated=True)
+    assert refused.revision == 2
+    assert refused.next_snapshot([instance(1)], has_unauthenticated=True) is refused
 
 
 def test_the_first_snapshot_without_members_has_revision_one() -> None:

@@ -83,6 +83,25 @@ def test_a_service_without_a_live_member_counts_as_acknowledged() -> None:
     assert is_routable(peers)
 
 
+@pytest.mark.parametrize(
+    ("instance", "suffices"),
+    [(WORKER, FRONTEND), (ROUTER, FRONTEND), (INDEXER, ROUTER), (FRONTEND, WORKER)],
+)
+def test_a_member_that_proves_only_its_own_service_is_not_routable_beside_unproved_entries(
+    instance: Instance, suffices: Instance
+) -> None:
+    peers = joining(instance)
+    twin = replace(instance, id=9)
+    alone = replace(snapshot_of(instance, twin), has_unauthenticated=True)
+    assert peers.follow(alone, needs_nothing, 0.0) == ()
+    assert "without a proof" in missing(peers)[instance.id]
+    assert not is_routable(peers)
+    beside = replace(snapshot_of(instance, twin, suffices), has_unauthenticated=True)
+    for peer in peers.follow(beside, needs_nothing, 100.0):
+        peers.responded(peer.id, "", 100.0)
+    assert is_routable(peers)
+
+
 def test_a_required_role_without_a_live_member_is_waited_for_and_named() -> None:
     peers = Peers(WORKER, LIMIT_S, is_leaving=False, required=("frontend", "aggregated", "decode"))
     peers.follow(snapshot_of(WORKER), needs_nothing, 0.0)
