@@ -87,7 +87,7 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
 rows: $(VENV)/.dev ## Mission rows: proved by a service or in a core; other designs, refused, open
-	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic
+	@$(PYTEST) -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --rows=docs/mission-rows.md -m row --no-header -o console_output_style=classic $(ARGS)
 
 mutants: $(VENV)/.dev ## One-line defects of the product; the tests of their rows must fail (ARGS='-j 4 S1-83')
 	@$(BIN)/python -m tests.mutants $(ARGS)
@@ -313,6 +313,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra console --extra dev -c requirements/console.txt -o requirements/dev.txt
 	$(LOCK) --extra compile -c requirements/dev.txt -o requirements/compile.txt
 	$(LOCK) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
+	echo asyncpg | $(UV_COMPILE) --no-deps -c requirements/dev.txt - -o requirements/postgres.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	echo 'sglang-router==0.3.2' | $(UV_COMPILE) --no-deps - -o requirements/sglang-router.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt

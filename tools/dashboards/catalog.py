@@ -30,7 +30,7 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.metrics import worker_registry
 
-SERVICES = ("frontend", "router", "indexer", "worker", "batch")
+SERVICES = ("frontend", "router", "indexer", "worker", "batch", "epp")
 # Samples of each type, by what is added to the name, with the label that is added.
 SUFFIXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "counter": {"_total": ()},

@@ -25,11 +25,14 @@ def reference_file(metrics: Sequence[MetricInfo]) -> str:
     shared = sorted({one.services for one in rest if len(one.services) > 1})
     parts += [_section(", ".join(services).capitalize(), rest, services) for services in shared]
     parts += [_section(name.capitalize(), rest, (name,)) for name in SERVICES]
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
 
 
 def _section(title: str, metrics: Sequence[MetricInfo], services: tuple[str, ...]) -> str:
+    """Returns "" if these services have no metrics of their own."""
     rows = [_row(metric) for metric in metrics if metric.services == services]
+    if not rows:
+        return ""
     head = "| metric | type | labels | unit | meaning |\n|---|---|---|---|---|"
     return "\n".join([f"## {title}\n", head, *rows, ""])
 
