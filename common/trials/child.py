@@ -1,7 +1,7 @@
 """The process of trials: it imports the functions once, and forks for each trial; see `trials.py`.
 
-A forked process runs one function with limits, writes the reply and ends. So a trial starts within
-milliseconds, and all its memory is free after it.
+A forked process writes the time, runs one function with limits, writes the reply and ends. So a
+trial starts within milliseconds, and all its memory is free after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import pickle
 import resource
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +28,8 @@ import orjson
 from common.trials.child_process import frame, limit_memory, receive, set_limit
 from common.trials.trial import Trial, TrialLimits
 
-# What a trial writes first: it has begun.
-BEGUN: Final = b"+"
+# What a trial writes first: when it began, in seconds of the clock that all processes share.
+BEGIN_TIME: Final = struct.Struct("!d")
 # Of the whole process: serving has precedence.
 NICE: Final = 10
 _OPEN_FILES_MAX: Final = 16
@@ -46,7 +48,7 @@ def _serve(control: socket.socket) -> None:
         connection = socket.socket(fileno=descriptors[0])
         try:
             is_child = os.fork() == 0
-        except OSError:  # too many processes: the connection ends without BEGUN
+        except OSError:  # too many processes: the connection ends without a time
             is_child = False
         if is_child:
             control.close()
@@ -63,7 +65,8 @@ def _run_trial(connection: socket.socket) -> None:
         trial: Trial = pickle.loads(receive(connection))
         _limit(trial.limits)
         _end_with(connection)
-        connection.sendall(BEGUN)
+        connection.sendall(BEGIN_TIME.pack(time.monotonic()))
+        _limit_time(trial.limits)
         reply = _reply(trial)
         fcntl.fcntl(connection, fcntl.F_SETFL, 0)
         connection.sendall(frame(reply))
@@ -102,7 +105,11 @@ def _limit(limits: TrialLimits) -> None:
     set_limit(resource.RLIMIT_FSIZE, 0)
     set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES_MAX)
     set_limit(resource.RLIMIT_CPU, math.ceil(limits.cpu_s) + 1)
-    # The signals of these timers end the process.
+
+
+def _limit_time(limits: TrialLimits) -> None:
+    """Lets timers end this process, by their signals. After the time is sent: without it, an end
+    would read as one of the process that forks."""
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
 

@@ -12,6 +12,7 @@ import contextlib
 import pickle
 import socket
 import subprocess
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, Final
@@ -38,7 +39,7 @@ BEGIN_S: Final = 20.0
 _END_S: Final = 5.0
 _READ_BYTES: Final = 1 << 16
 # Before a reply.
-_HEAD_BYTES: Final = len(child.BEGUN) + LENGTH_BYTES
+_HEAD_BYTES: Final = child.BEGIN_TIME.size + LENGTH_BYTES
 
 log = structlog.get_logger()
 
@@ -114,25 +115,27 @@ async def _exchange(
     """Returns the reply and the seconds that it took; an empty one if the trial was ended or
     replies more, None if it did not begin in time."""
     loop = asyncio.get_running_loop()
-    received, begin_s = bytearray(), 0.0
+    received = bytearray()
+    # Stated by the trial: this process may see its begin late, and its end would seem too early.
+    began_at: float | None = None
     try:
         async with asyncio.timeout(begin_s_max) as timeout:
             await loop.sock_sendall(connection, request)
             while part := await loop.sock_recv(connection, _READ_BYTES):
-                if not received:
-                    begin_s = loop.time()
-                    timeout.reschedule(begin_s + limits.wall_s + _END_S)
                 received += part
-                size = int.from_bytes(received[_HEAD_BYTES - LENGTH_BYTES : _HEAD_BYTES], "big")
-                if len(received) < _HEAD_BYTES:
+                if began_at is None and len(received) >= child.BEGIN_TIME.size:
+                    (began_at,) = child.BEGIN_TIME.unpack_from(received)
+                    timeout.reschedule(loop.time() + limits.wall_s + _END_S)
+                if began_at is None or len(received) < _HEAD_BYTES:
                     continue
+                size = int.from_bytes(received[child.BEGIN_TIME.size : _HEAD_BYTES], "big")
                 if size > limits.reply_bytes:
                     break
                 if len(received) == _HEAD_BYTES + size:
-                    return bytes(received[_HEAD_BYTES:]), loop.time() - begin_s
+                    return bytes(received[_HEAD_BYTES:]), time.monotonic() - began_at
     except OSError:  # the process has ended, or hangs
         pass
-    return (b"", loop.time() - begin_s) if received else None
+    return None if began_at is None else (b"", time.monotonic() - began_at)
 
 
 # Any: JSON.

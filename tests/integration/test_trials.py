@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,13 +68,29 @@ async def test_a_trial_that_waits_is_ended_too(trials: Trials, tmp_path: Path) -
         await trials.run(trial("wait", str(tmp_path / "file"), limits=limits))
 
 
+async def test_the_wait_of_a_trial_counts_from_its_begin_however_late_that_is_seen(
+    trials: Trials, tmp_path: Path
+) -> None:
+    assert await trials.run(trial("double", 1)) == 2
+    limits = TrialLimits(cpu_s=0.3, wall_s=0.5, memory_bytes=64 << 20)
+    waiting = asyncio.create_task(trials.run(trial("wait", str(tmp_path / "file"), limits=limits)))
+    # The trial is requested; this process does not run until it has ended.
+    await asyncio.sleep(0)
+    # Sleep: stands for a busy machine.
+    time.sleep(1.0)  # noqa: ASYNC251
+    with pytest.raises(Overloaded):
+        await waiting
+
+
 @pytest.mark.parametrize(
     "name", ["allocate", "crash"], ids=["too much memory", "a fault of a library"]
 )
 async def test_memory_and_crashes_end_the_trial_only(trials: Trials, name: str) -> None:
+    # Within this time, an end without a reply is one for want of memory.
+    limits = replace(LIMITS, cpu_s=10.0)
     arguments = (1 << 30,) if name == "allocate" else ()
     with pytest.raises(TrialExceeded, match="more than 64 MiB of memory") as exceeded:
-        await trials.run(trial(name, *arguments))
+        await trials.run(trial(name, *arguments, limits=limits))
     assert not exceeded.value.is_time
     assert await trials.run(trial("allocate", 1 << 20)) == 1 << 20
 
