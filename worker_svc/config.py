@@ -154,10 +154,10 @@ class WorkerConfig(ServiceConfig):
     """PEM certificate authorities of https servers. Unset: those of the system."""
     server_kv_events: str = ""
     """tcp://HOST:PORT where the server publishes KV events; with the host *, at the host of each
-    server. Empty: as SGLang states itself; vLLM does not."""
+    server. Empty: as SGLang and recent versions of vLLM state themselves."""
     server_kv_replay: str = ""
-    """tcp://HOST:PORT where the server replays KV events, as server_kv_events. Empty: as SGLang
-    states itself."""
+    """tcp://HOST:PORT where the server replays KV events, as server_kv_events. Empty: as the
+    server states itself."""
     server_start_s: Annotated[float, Field(ge=0)] = 600.0
     """Seconds to wait for a server that does not respond yet when the worker starts."""
     server_connections: PositiveInt = 1024

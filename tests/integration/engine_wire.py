@@ -84,17 +84,26 @@ class Wire(Protocol):
 
 
 class EngineWire:
-    """One rank's publisher. as_arrays: events as arrays, like vLLM, not as maps.
+    """One rank's publisher. as_arrays: events as arrays, like earlier vLLM, not as maps. as_map:
+    batches as maps, like vLLM's next version, not as arrays.
 
     keeps: batches kept for replay; 0: there is no replay service.
     """
 
-    def __init__(self, *, keeps: int = 10_000, as_arrays: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        keeps: int = 10_000,
+        as_arrays: bool = False,
+        as_map: bool = False,
+        rank: int = 0,
+    ) -> None:
         self.rank = rank
         self.sequence = 0
         self.replays = 0
         self._keeps = keeps
         self._as_arrays = as_arrays
+        self._as_map = as_map
         # Held during a replacement or a replay.
         self._turn = asyncio.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
@@ -107,8 +116,12 @@ class EngineWire:
 
     async def publish(self, *events: WireEvent, reaches: bool = True) -> None:
         """Publishes one batch. reaches: whether subscribers receive it."""
-        batch = [float(self.sequence), [self._packed(one) for one in events], self.rank]
-        payload = msgspec.msgpack.encode(batch)
+        batch = {
+            "ts": float(self.sequence),
+            "events": [self._packed(one) for one in events],
+            "data_parallel_rank": self.rank,
+        }
+        payload = msgspec.msgpack.encode(batch if self._as_map else list(batch.values()))
         number = self.sequence.to_bytes(8, "big")
         self._kept.append((self.sequence, payload))
         self.sequence += 1

@@ -5,6 +5,8 @@ The first four tests cover failures of Dynamo 1.6.1's index with its own listene
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq, which `make setup` installs")
@@ -281,6 +283,25 @@ async def test_adapters_and_salts_have_separate_chains_and_unknown_ones_none() -
         await mesh.holds(app, [5] * BLOCK, 1)
         assert await mesh.depths(app, OTHER) == (0, 0, 0)
         assert mesh.state(app) == "exact", "they are excluded by rule, not lost"
+
+
+async def test_adapters_of_vllm_are_named_among_the_keys_of_its_blocks() -> None:
+    wire = EngineWire(as_map=True)
+    adapter: dict[str, Any] = {"lora_id": 1, "lora_name": "sql", "group_idx": 0}
+    event_format = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.COUNTED, tiers=3)
+    async with wired_mesh() as mesh, mesh.worker(1, wire, event_format=event_format) as app:
+        await wire.publish(
+            stored([1, 2], None, PROMPT[: 2 * BLOCK], extra_keys=[["sql"], ["sql"]], **adapter),
+            # A salt is a key of the first block only, and has no mark.
+            stored([3, 4], None, OTHER[: 2 * BLOCK], extra_keys=[["sql", "x"], ["sql"]], **adapter),
+            stored([5], 4, OTHER[2 * BLOCK :], extra_keys=[["sql"]], **adapter),
+            stored([6], None, [5] * BLOCK, medium="STORAGE", extra_keys=[None]),
+        )
+        await mesh.holds(app, [5] * BLOCK, (0, 0, 1))
+        await mesh.holds(app, PROMPT, 2, lora="sql")
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0)
+        assert await mesh.depths(app, OTHER, lora="sql") == (0, 0, 0)
+        assert mesh.state(app) == "exact"
 
 
 async def test_models_and_block_sizes_have_separate_indexes() -> None:

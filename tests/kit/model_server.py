@@ -67,6 +67,10 @@ class ModelServer:
         self.loras: dict[str, str] = {}
         # Whether it neither answers nor computes.
         self.is_frozen = False
+        # Of "vllm": the publishers of KV events by rank, as it states them; None: it does not.
+        self.kv_sources: dict[str, dict[str, str]] | None = None
+        # Of "vllm": its response to a flush; None: it has none.
+        self.flush_response: dict[str, bool] | None = {"success": True}
         # Of "text": whether it loads its model, lists it, ends streams by [DONE], reports its load.
         self.is_loading = False
         self.lists_models = True
@@ -153,7 +157,10 @@ class ModelServer:
             self.loras[body["lora_name"]] = body["lora_path"]
         elif path.removeprefix("/v1") == "/unload_lora_adapter":
             self.loras.pop(body["lora_name"])
-        elif path not in ("/flush_cache", "/reset_prefix_cache") and path not in self._pages():
+        elif path == "/reset_prefix_cache" and self.flush_response is not None:
+            self._write(writer, 200, self.flush_response)
+            return
+        elif path != "/flush_cache" and path not in self._pages():
             self._write(writer, 404, {"error": {"message": f"no {path}"}})
             return
         self._write(writer, 200, self._pages().get(path, {}))
@@ -168,7 +175,8 @@ class ModelServer:
         if self.api == "vllm":
             text = f'vllm:num_requests_running{{model="x"}} {self.running}.0\n'
             text += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="512"} 1.0\n'
-            return pages | {"/version": {"version": "0.0"}, "/metrics": text}
+            sources = {} if self.kv_sources is None else {"/kv_event_sources": self.kv_sources}
+            return pages | {"/version": {"version": "0.0"}, "/metrics": text} | sources
         load = {
             "dp_rank": 0,
             "num_running_reqs": self.running,

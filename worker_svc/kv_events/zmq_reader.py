@@ -89,6 +89,7 @@ _TIERS: Final[Mapping[str | None, Tier]] = {
     "CPU": Tier.HOST,
     "CPU_PINNED": Tier.HOST,
     "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.DISK,
 }
 # Fields of events that are arrays, after the event's name.
@@ -357,7 +358,9 @@ class KvEventReader:
         self._next_seq, self._last_payload = seq + 1, payload
         self.counts["batches"] += 1
         try:
-            events = list(parse_events(self._decode(payload)[1], self._rank, self._to_words))
+            batch = self._decode(payload)
+            raw_events = batch["events"] if isinstance(batch, Mapping) else batch[1]
+            events = list(parse_events(raw_events, self._rank, self._to_words))
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.counts["malformed"] += 1
             self._report_loss(f"batch {seq} is malformed: {error!r}")
@@ -428,8 +431,10 @@ def _read_lora(event: Mapping[str, Any]) -> str | None:
 
 
 def _read_salt(event: Mapping[str, Any]) -> str | None:
-    """Returns the salt, "" for none; None if blocks depend on unreadable keys (images, salts)."""
-    if any(event.get("extra_keys") or ()):
+    """Returns the salt, "" for none; None if blocks depend on unreadable keys (images, salts). The
+    adapter is one of vLLM's keys."""
+    adapter = [event.get("lora_name")]
+    if any(keys and list(keys) != adapter for keys in event.get("extra_keys") or ()):
         return None
     salt: str | None = event.get("cache_salt")
     return salt or ""

@@ -207,12 +207,9 @@ async def _read_vllm(
     folder = _model_folder(config, model.get("root") or model["id"], client.url)
     context = config.context_length or model.get("max_model_len")
     page_size, blocks = _int(cache.get("block_size")), _int(cache.get("num_gpu_blocks"))
-    addresses, off_reason = None, "the server's KV events have no address: set --server-kv-events"
+    addresses, off_reason = await _vllm_addresses(client, config)
     if cache.get("enable_prefix_caching") == "False":
-        off_reason = "prefix caching is off"
-    elif config.kv_events_address:
-        addresses = _addresses(config.kv_events_address, config.kv_replay_address, client.url)
-        off_reason = ""
+        addresses, off_reason = None, "prefix caching is off"
     return ServerFacts(
         api="vllm",
         model=model["id"],
@@ -234,6 +231,26 @@ async def _read_vllm(
         no_index_reason=model_kv_index(is_hybrid=_is_hybrid(folder), is_speculative=False)[1],
         has_load=_has_load(metrics),
     )
+
+
+async def _vllm_addresses(
+    client: ServerClient, config: ServerConfig
+) -> tuple[KvAddresses | None, str]:
+    """Returns where events are published, and why they are not. Recent versions of vLLM (0.32)
+    state the publisher of each rank."""
+    replay = config.kv_replay_address
+    if config.kv_events_address:
+        return _addresses(config.kv_events_address, replay, client.url), ""
+    sources = await client.get_json("/kv_event_sources")
+    if sources is None:
+        return None, "the server does not state where it publishes: set --server-kv-events"
+    if len(sources) > 1:
+        return None, "the server has several ranks, of which it chooses one itself"
+    events: Mapping[str, Json] = next(iter(sources.values()), {})
+    if events.get("publisher") != "zmq":
+        return None, "the server publishes no KV events: start it with --kv-events-config"
+    replay = replay or events.get("replay_endpoint") or ""
+    return _addresses(events["endpoint"], replay, client.url), ""
 
 
 def _cache_config(text: str) -> Mapping[str, str]:

@@ -52,11 +52,17 @@ from worker_svc.engines.contract import (
 from worker_svc.engines.openai.client import ServerClient
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.detect import find_address, read_adapters, read_server
-from worker_svc.engines.openai.facts import KvAddresses, ServerFacts, TokenApi, TokenStream
+from worker_svc.engines.openai.facts import (
+    KvAddresses,
+    ServerFacts,
+    TokenApi,
+    TokenStream,
+    duplicate_policy,
+)
 from worker_svc.engines.openai.load import ServerLoad, read_metrics, read_sglang_loads
 from worker_svc.engines.openai.pass_through import PassThroughStream
 from worker_svc.engines.openai.sglang_api import SglangApi
-from worker_svc.engines.openai.vllm_api import VllmApi
+from worker_svc.engines.openai.vllm_api import COMPLETIONS_PATH, VllmApi, flush_body
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 if TYPE_CHECKING:
@@ -175,7 +181,7 @@ class ServerEngine:
         page_size = facts.page_size or block_size
         try:
             self.kv_event_format = KvEventFormat(
-                block_size, page_size, DuplicatePolicy.IDEMPOTENT, tiers=3
+                block_size, page_size, duplicate_policy(facts), tiers=3
             )
         except ValueError as error:
             text = f"{self._client.url} has pages of {page_size} tokens: {error}"
@@ -485,12 +491,28 @@ class ServerEngine:
         """
         if self._facts.api == "text":
             raise Unimplemented("the server has no call that clears its cache")
-        path = "/flush_cache" if self._facts.api == "sglang" else "/reset_prefix_cache"
+        if self._facts.api == "vllm":
+            await self._flush_vllm()
+            return 0
         try:
-            await self._client.post(path, {})
+            await self._client.post("/flush_cache", {})
         except InvalidRequest as error:
             raise Conflict(f"{self._client.url} did not flush its cache: {error}") from error
         return 0
+
+    async def _flush_vllm(self) -> None:
+        """Clears the cache, and has the server compute a token: it publishes KV events, that of the
+        clearing too, at the end of a step only."""
+        url = self._client.url
+        try:
+            content = await self._client.post("/reset_prefix_cache", {})
+        except InvalidRequest as error:
+            text = f"{url} has no call that clears its cache: start it with VLLM_SERVER_DEV_MODE=1"
+            raise Unimplemented(text) from error
+        # Earlier versions respond without a body.
+        if content and not orjson.loads(content).get("success", True):
+            raise Conflict(f"{url} did not flush its cache: requests use it")
+        await self._client.post(COMPLETIONS_PATH, flush_body(self._facts.model))
 
     async def load_lora(self, name: str, uri: str) -> frozenset[str]:
         """Loads an adapter at the server; file:// names a folder of the server's host."""

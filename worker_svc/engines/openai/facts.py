@@ -14,6 +14,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.openai.config import ServerApi
 from worker_svc.engines.sglang.sampling import EngineProperties
+from worker_svc.kv_events.external_events import DuplicatePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,12 @@ class ServerFacts:
     def has_token_ids(self) -> bool:
         """Whether it takes and returns token ids."""
         return self.api != "text"
+
+
+def duplicate_policy(facts: ServerFacts) -> DuplicatePolicy:
+    """Returns what a second report of a page means. vLLM keeps the same page twice if two requests
+    compute it at once, and reports each of them when it is stored and when it is evicted."""
+    return DuplicatePolicy.COUNTED if facts.api == "vllm" else DuplicatePolicy.IDEMPOTENT
 
 
 class TokenStream(Protocol):

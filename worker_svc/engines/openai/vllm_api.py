@@ -56,6 +56,12 @@ _PROBE_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 _ID_PREFIX: Final = "token_id:"
 
 
+# Any: JSON.
+def flush_body(model: str) -> Mapping[str, Any]:
+    """Returns a request of one step that leaves no page in the cache."""
+    return {"model": model, "prompt": [0], "max_tokens": 1, "ignore_eos": True}
+
+
 class VllmApi:
     """A `TokenApi`."""
 
