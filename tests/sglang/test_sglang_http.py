@@ -126,6 +126,22 @@ async def test_two_cache_salts_never_share_blocks(
     assert (line["predicted_cached_tokens"], line["cached_tokens"]) == (0, 0)
 
 
+async def test_prompt_and_output_have_the_limit_of_the_model_and_no_more(
+    trio: Trio, mesh: HttpMesh
+) -> None:
+    limit, here = 4090, trio.app.instance_id
+    prompt = prompt_of(Random(5), limit + 5)
+    for output in (1, 6):
+        whole = await mesh.complete(prompt[: limit - output], output, worker=here)
+        assert whole.usage["completion_tokens"] == output
+    for length in (limit, limit + 5):
+        refused = await mesh.complete(prompt[:length], 1, worker=here)
+        assert refused.status == 400
+        assert refused.error is not None
+        assert refused.error["code"] == "context_length_exceeded"
+        assert f"maximum context length is {limit} tokens" in refused.error["message"]
+
+
 async def test_a_seed_without_deterministic_inference_is_refused(
     trio: Trio, mesh: HttpMesh
 ) -> None:

@@ -20,7 +20,7 @@ from worker_svc.engines.openai.client import ServerClient, error_of
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.facts import KvAddresses, ServerFacts
 from worker_svc.engines.openai.load import read_metrics
-from worker_svc.engines.sglang.sampling import EngineProperties
+from worker_svc.engines.sglang.sampling import EngineProperties, usable_context
 from worker_svc.engines.sglang.server_args import model_kv_index
 
 WILDCARDS: Final = ("*", "0.0.0.0", "[::]", "::")
@@ -136,7 +136,9 @@ async def _read_sglang(
     if (mode := server.get("disaggregation_mode") or "null") != "null":
         raise Unsupported("server_urls", f"{client.url} serves only {mode} legs")
     folder = _model_folder(config, info.get("tokenizer_path") or info["model_path"], client.url)
-    context = config.context_length or model.get("max_model_len") or server.get("context_length")
+    known = model.get("max_model_len") or server.get("context_length")
+    limits = (config.context_length, usable_context(known) if known else None)
+    context = min((limit for limit in limits if limit), default=None)
     longest = server.get("max_req_input_len") or context or 2**31
     properties = EngineProperties(
         vocab_size=_vocab_size(folder),

@@ -14,7 +14,11 @@ from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.launch import model_checksum
 from worker_svc.engines.sglang.pooling import pooling_of
-from worker_svc.engines.sglang.sampling import EngineProperties, supported_fields
+from worker_svc.engines.sglang.sampling import (
+    EngineProperties,
+    supported_fields,
+    usable_context,
+)
 from worker_svc.engines.sglang.server_args import model_kv_index, serves_in_order
 
 
@@ -23,11 +27,12 @@ def read_properties(
 ) -> EngineProperties:
     """Returns what the translation of requests depends on; without images."""
     model = manager.model_config
+    context = usable_context(model.context_len)
     return EngineProperties(
         role=config.role,
         vocab_size=model.vocab_size,
-        context_length=model.context_len,
-        max_input_tokens=min(model.context_len, manager.max_req_input_len),
+        context_length=context,
+        max_input_tokens=min(context, manager.max_req_input_len),
         eos_ids=frozenset(model.hf_eos_token_id or ()),
         loras=frozenset(adapter.lora_name for adapter in resolved.get("lora_paths") or ()),
         dp_size=resolved["dp_size"],
@@ -61,7 +66,7 @@ async def build_engine_config(
     return EngineConfig(
         model=str(config.model_dir),
         served_model_name=config.model,
-        context_length=model.context_len,
+        context_length=properties.context_length,
         kv_cache_block_size=config.block_size,
         total_kv_blocks=loads[0].kv_total_blocks if loads else None,
         max_num_seqs=_max_num_seqs(manager),

@@ -59,6 +59,9 @@ from worker_svc.engines.stop_tokens import TOKEN_STOP_CONDITIONS, StopToken, sto
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"
+# Tokens of the model's context that SGLang keeps free: a prompt must be shorter than the rest, and
+# output ends at most four tokens after the rest, however many were requested.
+RESERVED_TOKENS: Final = 6
 # OpenAI's value for the logarithm of zero.
 LOGPROB_MIN: Final = -9999.0
 
@@ -146,6 +149,12 @@ class SglangRequest:
     needs_min_tokens: bool = False
     bootstrap: BootstrapInfo | None = None
     images: Images | None = None
+
+
+def usable_context(model_context: int) -> int:
+    """Returns the limit of prompt and output together within which SGLang keeps every request; a
+    prompt must be shorter. model_context: that of the model."""
+    return model_context - RESERVED_TOKENS
 
 
 def build_sglang_request(
