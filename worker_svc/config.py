@@ -16,7 +16,7 @@ from common.runtime.config import Names, Port, ServiceConfig
 from common.runtime.plugins import ENGINES, check_plugin_name, import_factory
 from worker_svc.card import served_model_type
 from worker_svc.engines.model_folder import find_missing_files
-from worker_svc.engines.sglang.server_args import resolve_page_size
+from worker_svc.engines.sglang.server_args import check_nodes, resolve_page_size
 
 
 def url_problem(url: str) -> str:
@@ -203,6 +203,12 @@ class WorkerConfig(ServiceConfig):
         return found
 
     @property
+    def is_further_node(self) -> bool:
+        """Whether the process is a node above 0 of an SGLang engine, which serves nothing."""
+        arguments = json.loads(self.engine_args or "{}") if self.engine == "sglang" else {}
+        return bool(arguments.get("node_rank"))
+
+    @property
     def has_several_servers(self) -> bool:
         """Whether the process serves several servers, or a number that changes."""
         return bool(self.server_file or self.server_dns or len(self.server_urls) > 1)
@@ -251,6 +257,7 @@ class WorkerConfig(ServiceConfig):
             arguments = json.loads(self.engine_args or "{}")
             if isinstance(arguments, dict):
                 resolve_page_size(arguments, self.block_size)
+                check_nodes(arguments)
             else:
                 found.append("engine_args: must be a JSON object")
         except ValueError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.runtime.config import ConfigError
 from common.runtime.plugins import ENGINES, import_factory
+from common.service.lifecycle import App
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import LLMEngine
 from worker_svc.engines.echo import EchoConfig, EchoEngine
@@ -15,6 +17,9 @@ from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimHandoffCo
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.ranks import RankedSimEngine
 from worker_svc.engines.sim.timing import Timing
+
+if TYPE_CHECKING:
+    from worker_svc.engines.sglang.config import SglangConfig
 
 
 def build_engine(config: WorkerConfig) -> LLMEngine:
@@ -87,26 +92,36 @@ def _sim_config(config: WorkerConfig) -> SimConfig:
     )
 
 
+def build_node(config: WorkerConfig) -> App:
+    """Returns the app of a further node of an SGLang engine."""
+    from worker_svc.engines.sglang.node import NodeApp
+
+    return NodeApp(_sglang_config(config))
+
+
 def _build_sglang_engine(config: WorkerConfig) -> LLMEngine:
     # Imported here: SGLang is only installed for its own workers.
-    from worker_svc.engines.sglang.config import SglangConfig
     from worker_svc.engines.sglang.engine import SglangEngine
 
-    return SglangEngine(
-        SglangConfig(
-            model=config.default_model_name,
-            model_path=config.model_path,
-            role=config.role,
-            block_size=config.block_size,
-            context_length=config.context_length,
-            host=config.host,
-            advertise_host=config.advertise_host or "",
-            bootstrap_port=config.bootstrap_port,
-            handoff_timeout_s=config.handoff_timeout_s,
-            transfer_group=config.transfer_group,
-            kv_events=config.kv_events,
-            engine_args=json.loads(config.engine_args or "{}"),
-        )
+    return SglangEngine(_sglang_config(config))
+
+
+def _sglang_config(config: WorkerConfig) -> SglangConfig:
+    from worker_svc.engines.sglang.config import SglangConfig
+
+    return SglangConfig(
+        model=config.default_model_name,
+        model_path=config.model_path,
+        role=config.role,
+        block_size=config.block_size,
+        context_length=config.context_length,
+        host=config.host,
+        advertise_host=config.advertise_host or "",
+        bootstrap_port=config.bootstrap_port,
+        handoff_timeout_s=config.handoff_timeout_s,
+        transfer_group=config.transfer_group,
+        kv_events=config.kv_events,
+        engine_args=json.loads(config.engine_args or "{}"),
     )
 
 

@@ -33,6 +33,7 @@ from common.service.lifecycle import App, Lifecycle, ServiceInfo
 from common.streams.backoff import Backoff
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig, url_problem
+from worker_svc.engine_factory import build_node
 
 # Between two looks at the file or the name.
 DISCOVERY_INTERVAL_S: Final = 2.0
@@ -54,6 +55,8 @@ def build_worker(config: WorkerConfig, *, instance_id: int, member_key: MemberKe
     """Returns the app of a worker process."""
     if config.has_several_servers:
         return ServersApp(config)
+    if config.is_further_node:
+        return build_node(config)
     return WorkerApp(config, instance_id=instance_id, member_key=member_key)
 
 

@@ -97,17 +97,27 @@ def _adapter_arguments(
 
 def _set_environment(config: SglangConfig) -> None:
     """Sets environment variables that SGLang reads, through SGLang's own API."""
-    from sglang.srt.environ import EnvStr, envs  # type: ignore[import-not-found] # noqa: TID251
+    from sglang.srt.environ import envs  # type: ignore[import-not-found] # noqa: TID251
 
+    if config.engine_args.get("node_rank"):
+        # Otherwise the start would only return when the schedulers end.
+        _set_variable("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
     if config.role == "aggregated":
         return
     limit_s = max(1, round(config.handoff_timeout_s))
     envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
     envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
-    # Not in SGLang's `envs`, so created here; otherwise SGLang would use another interface.
-    host_ip = EnvStr("")
-    host_ip.name = "SGLANG_HOST_IP"
-    host_ip.set(socket.gethostbyname(config.bootstrap_host))
+    # Otherwise SGLang would use another interface.
+    _set_variable("SGLANG_HOST_IP", socket.gethostbyname(config.bootstrap_host))
+
+
+def _set_variable(name: str, value: str) -> None:
+    """Sets a variable that is not in SGLang's `envs`."""
+    from sglang.srt.environ import EnvStr  # noqa: TID251
+
+    variable = EnvStr("")
+    variable.name = name
+    variable.set(value)
 
 
 async def make_tiny_model(folder: Path) -> None:

@@ -25,6 +25,7 @@ _REORDERING_ARGUMENTS: Final = (
     *("enable_lora", "lora_paths", "enable_hierarchical_cache", "enable_lmcache"),
     "enable_prefill_delayer",
 )
+_NODES: Final = "engine_args.nnodes"
 # Torch's own kernels, and a pool that fits any machine.
 _CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
     {
@@ -57,6 +58,23 @@ def resolve_page_size(operator_arguments: Arguments, block_size: int) -> int:
             f"page_size {page} does not divide the block size {block_size}", "engine_args.page_size"
         )
     return page
+
+
+def check_nodes(operator_arguments: Arguments) -> None:
+    """Raises InvalidRequest naming the argument if those of several nodes do not fit together."""
+    nodes, rank = operator_arguments.get("nnodes", 1), operator_arguments.get("node_rank", 0)
+    if type(nodes) is not int or nodes < 1:
+        raise InvalidRequest(f"must be a number of nodes, at least 1, not {nodes!r}", _NODES)
+    if type(rank) is not int or not 0 <= rank < nodes:
+        text = f"must be in 0..{nodes - 1}, because nnodes is {nodes}, not {rank!r}"
+        raise InvalidRequest(text, "engine_args.node_rank")
+    ranks = operator_arguments.get("tp_size", 1) * operator_arguments.get("pp_size", 1)
+    if nodes > 1 and ranks % nodes:
+        text = f"{nodes} nodes do not divide the {ranks} ranks of tp_size and pp_size"
+        raise InvalidRequest(text, _NODES)
+    if nodes > 1 and not operator_arguments.get("dist_init_addr"):
+        text = "several nodes need HOST:PORT of node 0, at which they meet"
+        raise InvalidRequest(text, "engine_args.dist_init_addr")
 
 
 def server_arguments(

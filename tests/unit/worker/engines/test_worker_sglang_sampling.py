@@ -53,6 +53,7 @@ from worker_svc.engines.sglang.sampling import (
 )
 from worker_svc.engines.sglang.server_args import (
     RESERVED_ARGUMENTS,
+    check_nodes,
     find_kv_events_off_reason,
     model_kv_index,
     resolve_page_size,
@@ -671,3 +672,22 @@ def test_drafted_tokens_are_counted_by_result() -> None:
     details = output.completion_usage.completion_tokens_details
     assert details is not None
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 18)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "text"),
+    [
+        ({"nnodes": 0}, "nnodes", "must be a number of nodes, at least 1, not 0"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank", "must be in 0..1, because nnodes is 2, not 2"),
+        ({"node_rank": 1}, "node_rank", "must be in 0..0, because nnodes is 1, not 1"),
+        ({"nnodes": 2, "tp_size": 3}, "nnodes", "2 nodes do not divide the 3 ranks"),
+        ({"nnodes": 2, "tp_size": 2}, "dist_init_addr", "several nodes need HOST:PORT of node 0"),
+    ],
+)
+def test_arguments_of_several_nodes_must_fit(
+    arguments: dict[str, Any], field: str, text: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=text) as refused:
+        check_nodes(arguments)
+    assert refused.value.field == f"engine_args.{field}"
+    check_nodes({"nnodes": 2, "node_rank": 1, "tp_size": 2, "dist_init_addr": "127.0.0.1:5000"})
