@@ -42,6 +42,7 @@ FEATURES = {
     "websocket": "responses over a WebSocket",
     "messages": "messages",
     "background": "responses in the background",
+    "background_stream": "background, streamed and resumed",
     "conversations": "conversations",
     "batches": "files and batches",
 }
@@ -51,6 +52,7 @@ ROUTES = {
     "responses": "responses",
     "messages": "messages",
     "background": "conversations",
+    "background_stream": "conversations",
     "conversations": "conversations",
     "batches": "batches",
 }

@@ -158,6 +158,24 @@ def background() -> None:
     expect_equal(CLIENT.responses.cancel(response.id).status, "completed")
 
 
+def background_stream() -> None:
+    with CLIENT.responses.create(
+        model=MODEL, input="Hello", background=True, stream=True
+    ) as stream:
+        first = [next(stream) for _ in range(8)]
+    assert first[0].type == "response.created"
+    response_id, last = first[0].response.id, first[-1].sequence_number
+    rest = list(CLIENT.responses.retrieve(response_id, stream=True, starting_after=last))
+    expect_equal(
+        [one.sequence_number for one in [*first, *rest]], list(range(last + len(rest) + 1))
+    )
+    deltas = [one.delta for one in [*first, *rest] if one.type == "response.output_text.delta"]
+    expect_equal("".join(deltas), chat_text(HELLO))
+    with CLIENT.responses.stream(response_id=response_id, starting_after=last) as resumed:
+        expect_equal(next(iter(resumed)).sequence_number, last + 1)
+        expect_equal(resumed.get_final_response().output_text, chat_text(HELLO))
+
+
 def conversations() -> None:
     named = CLIENT.conversations.create(metadata={"topic": "demo"})
     turns: list[Any] = []
@@ -213,6 +231,7 @@ run(
     responses=responses,
     websocket=websocket,
     background=background,
+    background_stream=background_stream,
     conversations=conversations,
     batches=batches,
 )
