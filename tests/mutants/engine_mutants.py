@@ -45,8 +45,8 @@ ENGINE_MUTANTS = (
     mutant(
         "S4-34",
         "frontend_svc/request/machine.py",
-        "self._cached_tokens = _cached_tokens(terminal)",
-        "self._cached_tokens = None",
+        "self._prompt_details = _prompt_details(terminal)",
+        "self._prompt_details = None",
     ),
     mutant(
         "S4-39",
