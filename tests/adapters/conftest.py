@@ -96,8 +96,10 @@ def sglang_servers(
     and few slots."""
     folder = tmp_path_factory.mktemp("servers")
     port = free_ports(6)
-    few = ("--enable-priority-scheduling", "--max-running-requests", "4")
-    many = ("--incremental-streaming-output", "--max-running-requests", "16")
+    # Random weights do not end whitespace.
+    json_flag = "--constrained-json-disable-any-whitespace"
+    few = (json_flag, "--enable-priority-scheduling", "--max-running-requests", "4")
+    many = (json_flag, "--incremental-streaming-output", "--max-running-requests", "16")
     started = [
         SglangServer(tiny, folder, port, *many, events_format="dynamo"),
         SglangServer(tiny, folder, port + 3, *few),
@@ -114,5 +116,5 @@ def sglang_mesh(
     sglang_servers: list[SglangServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServersMesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    with ServersMesh(folder, sglang_servers, indexers=1) as mesh:
+    with ServersMesh(folder, sglang_servers, "--tool-call-parser=hermes", indexers=1) as mesh:
         yield mesh

@@ -13,7 +13,7 @@ from tests.kit.processes import Mesh
 from tests.kit.waiting import wait_for
 
 # For long responses on a busy machine.
-PATIENT_S = 200.0
+PATIENT_S = 300.0
 _FACTS = ["worker_id", "kv_hit", "completion_token_ids"]
 ADAPTER_FLAGS = ("--engine=openai", "--canary-idle-s=2", "--canary-timeout-s=5")
 
@@ -73,9 +73,11 @@ class ServersMesh(Mesh):
         placed = {"extra_fields": _FACTS, "backend_instance_id": self.worker_of(server)}
         return self.complete(prompt, **{"nvext": placed, **fields})
 
-    def overlap(self, prompt: Sequence[int]) -> tuple[str, int]:
+    def overlap(self, prompt: Sequence[int], **fields: Json) -> tuple[str, int]:
         """Returns the worker that a router would choose, and its cached blocks."""
-        found = self.complete(prompt, nvext={"annotations": ["query_instance_id"]})["nvext"]
+        found = self.complete(prompt, nvext={"annotations": ["query_instance_id"]}, **fields)[
+            "nvext"
+        ]
         return str(found["worker_id"]), found["kv_hit"]["overlap_blocks"]
 
     def serves(self, server: Server) -> bool:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.adapters.servers_mesh import ServersMesh, Stream
+from tests.adapters.servers_mesh import PATIENT_S, ServersMesh, Stream
 from tests.adapters.stock_server import SglangServer
+from tests.adapters.tcp_proxy import TcpProxy
 from tests.kit.processes import ROOT
 from tests.kit.waiting import wait_for
 
@@ -27,7 +32,7 @@ def prompt_of(seed: int, count: int = 160) -> list[int]:
     return [100 + (seed * 977 + at * 31) % 3000 for at in range(count)]
 
 
-@pytest.mark.cell("sglang", "contract kit", "cache flush", "load", "cancellation")
+@pytest.mark.cell("sglang", "contract kit", "cache flush", "cancellation")
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_contract_kit_passes(sglang_servers: list[SglangServer], at: int) -> None:
     command = [sys.executable, "-m", "worker_svc.conformance"]
@@ -106,3 +111,51 @@ def test_a_seed_is_refused_by_name_without_deterministic_inference(
 ) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "seed": 1, "temperature": 1}
     assert "seed" in sglang_mesh.post("/v1/completions", body, 400)["error"]["message"]
+
+
+@pytest.mark.cell("sglang", "approximate entries without events")
+def test_decisions_stand_in_for_the_events_that_a_mesh_does_not_read(
+    sglang_servers: list[SglangServer], tmp_path: Path
+) -> None:
+    with ServersMesh(tmp_path, sglang_servers, "--no-kv-events") as mesh:
+        for seed in range(60, 64):
+            prompt = prompt_of(seed)
+            worker = str(mesh.complete(prompt)["nvext"]["worker_id"])
+            assert mesh.overlap(prompt) == (worker, 10)
+
+
+@pytest.mark.cell("sglang", "replay of missed KV events", "load")
+def test_events_missed_while_the_connection_was_cut_are_replayed(
+    sglang_servers: list[SglangServer], tmp_path: Path
+) -> None:
+    server, before, missed = sglang_servers[0], prompt_of(70), prompt_of(71)
+    with TcpProxy(server.events_port) as proxy:
+        flags = [f"--server-kv-events=tcp://127.0.0.1:{proxy.port}"]
+        flags.append(f"--server-kv-replay=tcp://127.0.0.1:{server.replay_port}")
+        with ServersMesh(tmp_path, [server], *flags, indexers=1) as mesh:
+            _generate(server, before)
+            wait_for(lambda: mesh.overlap(before)[1] == 10, "events reach the router", PATIENT_S)
+            proxy.cut()
+            _generate(server, missed)
+            # Sleep: events would have arrived by now.
+            time.sleep(1.0)
+            assert mesh.overlap(missed)[1] == 0, "nothing arrives"
+            assert mesh.overlap(before)[1] == 10, "nothing was withdrawn"
+            proxy.restore()
+            wait_for(lambda: mesh.overlap(missed)[1] == 10, "they are replayed", PATIENT_S)
+            assert mesh.overlap(before)[1] == 10
+            (worker,) = mesh.workers
+            assert not worker.events("kv_events_lost")
+            thread = threading.Thread(target=_generate, args=(server, prompt_of(72), 400))
+            thread.start()
+            wait_for(lambda: worker.load().loads[0].running == 1, "others' requests are load")
+            thread.join()
+
+
+def _generate(server: SglangServer, prompt: list[int], count: int = 1, **fields: Any) -> None:
+    """Sends a request past the mesh. fields: more of its body."""
+    sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": prompt, "sampling_params": sampling, **fields}
+    url = f"{server.url}/generate"
+    response = httpx.post(url, json=body, timeout=PATIENT_S, trust_env=False)
+    assert response.status_code == 200, response.text
