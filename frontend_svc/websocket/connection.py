@@ -118,6 +118,8 @@ class ResponsesConnection:
                         self._socket.send(refusal(message))
                     elif (lane := self._take(await self._parse(message))) is not None:
                         tasks.create_task(self._run_lane(lane))
+                    # Hundreds of short messages may wait, and none of these steps does.
+                    await asyncio.sleep(0)
                 pings.cancel()
         finally:
             age_timer.cancel()

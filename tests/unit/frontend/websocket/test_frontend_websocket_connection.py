@@ -368,3 +368,39 @@ async def test_a_client_that_does_not_read_delays_no_shutdown(
         server.should_exit = True
         await until(lambda: not server.server_state.connections, "the connection has ended")
         client.transport.abort()
+
+
+class ReadySocket:
+    """A socket whose messages have all arrived."""
+
+    is_open = True
+
+    def __init__(self, messages: list[bytes]) -> None:
+        self.messages = messages
+        self.sent = 0
+        self.close_code = 0
+
+    async def receive(self) -> bytes | None:
+        return self.messages.pop() if self.messages else None
+
+    async def writable(self) -> None:
+        pass
+
+    def send(self, text: bytes) -> None:
+        self.sent += 1
+
+
+async def test_other_work_goes_on_between_messages_that_are_refused(api: Api) -> None:
+    opened = ReadySocket([b"{"] * 200)
+    kept = KeptResponses(ResponseStore(1 << 20, 60), asyncio.get_running_loop().time)
+    # Any: the connection uses no other part of a socket here.
+    socket_of_it: Any = opened
+    served = ResponsesConnection(socket_of_it, api, {}, "c", kept, LIMITS)
+    running, turns = asyncio.create_task(served.run()), 0
+    async with asyncio.timeout(WAIT_S):
+        while not running.done():
+            await asyncio.sleep(0)
+            turns += 1
+    await running
+    assert opened.sent == 200
+    assert turns > 200
