@@ -318,15 +318,22 @@ class WiredMesh:
 
     async def verified(self, app: WorkerApp) -> int:
         """Checks that `Verify` finds no difference; returns the equal blocks of all ranks and
-        tiers.
-        """
+        tiers."""
         await self.wait_until_synced(app)
         request = pb.VerifyRequest(worker_id=app.instance_id)
-        response = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
-        assert isinstance(response, pb.VerifyResponse)
-        for row in response.sources:
-            assert (row.extra, row.missing, row.error) == (0, 0, "")
-        return sum(row.equal for row in response.sources)
+
+        async def compared() -> list[pb.VerifiedSource] | None:
+            """The comparisons; None if one of them could not be made, as on a busy machine."""
+            response = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
+            assert isinstance(response, pb.VerifyResponse)
+            rows = list(response.sources)
+            return None if any(row.error for row in rows) else rows
+
+        rows = await until(compared, "the index can be compared with the worker")
+        assert rows is not None
+        for row in rows:
+            assert (row.extra, row.missing) == (0, 0)
+        return sum(row.equal for row in rows)
 
     def state(self, app: WorkerApp, rank: int = 0) -> str:
         return self.indexer.ingest.feed.status(Source(app.instance_id, rank)).state
