@@ -1,7 +1,8 @@
 """A further node of an SGLang engine (`node_rank` above 0): it computes its share of the model. The
 worker of node 0 serves, and only that one is registered.
 
-Node 0 ends the schedulers of all nodes when it stops; a node without schedulers ends.
+When node 0 stops, the schedulers here lose their connection and end, and so does this process, with
+status 1: its supervisor starts it again for the next node 0.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class NodeApp:
         """Returns at once: no peer sends it work."""
 
     async def drain(self, grace_s: float) -> Sequence[str]:
-        """Waits for node 0 to end the schedulers, `grace_s` at most."""
+        """Waits for the end of the schedulers with those of node 0, `grace_s` at most."""
         with suppress(TimeoutError, WorkerLost):
             async with asyncio.timeout(grace_s):
                 await self._watch()

@@ -218,7 +218,8 @@ class BlockManager:
                 break
             if self._name_next(block_table, name):
                 if self._host is not None:
-                    part = token_ids[4 * self.block_size * index :][: 4 * self.block_size]
+                    block_bytes = 4 * self.block_size
+                    part = token_ids[block_bytes * index : block_bytes * (index + 1)]
                     named = block_table.blocks[block_table.named - 1]
                     named.content = BlockContent(part, lora_name, salt)
                 run_start = run_start if run else index
@@ -227,8 +228,10 @@ class BlockManager:
                 self._emit_stored(run, run_start, token_ids, lora_name, salt)
                 run = []
         self._emit_stored(run, run_start, token_ids, lora_name, salt)
-        if self._host is not None and (moved := self._host.discard(names)):
-            self.events.append(PagesRemoved(tuple(moved), Tier.HOST))
+        if self._host is not None:
+            on_device = [name for name in names if name in self._block_by_name]
+            if moved := self._host.discard(on_device):
+                self.events.append(PagesRemoved(tuple(moved), Tier.HOST))
 
     def release(self, block_table: BlockTable) -> None:
         """Releases all blocks of the table, which is empty afterwards."""
