@@ -55,6 +55,8 @@ async def append(transaction: Transaction, response_id: str, addition: Addition)
     run, parts, stored = map(int, rows[0])
     if is_new := addition.run > run:
         parts = stored = 0
+    if stored < addition.offset:
+        return  # What comes before it was dropped, with its run.
     content = addition.deltas[stored - addition.offset :]
     if not content:
         return  # A write whose commit had no response was repeated.

@@ -189,6 +189,7 @@ async def test_readers_are_woken_when_output_is_stored(
     output.feed(words("c"))
     async with writer.lock, lease.transaction() as transaction:
         await writer.write(transaction, "resp_1")
+    assert await read(responses) == StoredOutput(0, [words("a")]), "no gap is stored"
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
