@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Final
 
 import structlog
@@ -40,6 +41,7 @@ class NodeApp:
     ) -> None:
         self._config = config
         self._launch = launch
+        self._processes: Sequence[BaseProcess] = ()
 
     async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Returns when the schedulers of all nodes are ready. Raises InvalidRequest and Unavailable
@@ -56,6 +58,7 @@ class NodeApp:
             raise InvalidRequest(text, "engine_args") from error
         except Exception as error:
             raise Unavailable(f"SGLang did not start: {error}") from error
+        self._processes = multiprocessing.active_children()
         rank = self._config.engine_args["node_rank"]
         log.info("sglang_node_started", node_rank=rank, s=round(time.monotonic() - began_at, 2))
         lifecycle.spawn(self._watch(), name="sglang node")
@@ -63,9 +66,8 @@ class NodeApp:
 
     async def _watch(self) -> None:
         """Raises WorkerLost once a process of SGLang has ended."""
-        processes = multiprocessing.active_children()
         while True:
-            if not all(process.is_alive() for process in processes):
+            if not all(process.is_alive() for process in self._processes):
                 raise WorkerLost("a process of this node ended", retryable=False)
             await asyncio.sleep(WATCH_INTERVAL_S)
 

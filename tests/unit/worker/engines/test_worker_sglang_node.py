@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import time
@@ -14,7 +15,7 @@ import pytest
 from common.errors import InvalidRequest, Unavailable
 from common.service.health import HealthReporter
 from common.service.lifecycle import Lifecycle
-from tests.kit.waiting import until
+from tests.kit.waiting import WAIT_S, until
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sglang.config import SglangConfig
 from worker_svc.engines.sglang.node import NodeApp
@@ -40,6 +41,8 @@ async def test_a_node_drains_the_process_when_its_schedulers_end() -> None:
         assert not lifecycle.is_draining
         started[0].kill()
         await until(lambda: lifecycle.failed, "the process ends with an error")
+        async with asyncio.timeout(WAIT_S):
+            assert await app.drain(10 * WAIT_S) == (), "nothing is left to wait for"
     finally:
         await app.close()
         await lifecycle.cancel_tasks(1.0)
