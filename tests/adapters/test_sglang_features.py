@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,15 @@ def test_chats_have_stop_strings_and_log_probabilities(sglang_mesh: ServersMesh)
     assert stream.text == text
 
 
+@pytest.mark.cell("sglang", "JSON schemas, regular expressions")
+def test_constraints_shape_the_output(sglang_mesh: ServersMesh) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": TOOL}}
+    choice = sglang_mesh.chat(response_format=form, max_tokens=60)["choices"][0]
+    assert json.loads(choice["message"]["content"])["city"] in ("Oslo", "Rome")
+    choice = sglang_mesh.chat(guided_regex="[A-Z]{2}-[0-9]{4}", max_tokens=60)["choices"][0]
+    assert re.fullmatch("[A-Z]{2}-[0-9]{4}", choice["message"]["content"])
+
+
 @pytest.mark.cell("sglang", "`min_tokens`, stop ids")
 def test_stop_ids_end_a_response_after_its_least_length(sglang_mesh: ServersMesh) -> None:
     prompt = prompt_of(20)
@@ -111,6 +123,61 @@ def test_a_seed_is_refused_by_name_without_deterministic_inference(
 ) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "seed": 1, "temperature": 1}
     assert "seed" in sglang_mesh.post("/v1/completions", body, 400)["error"]["message"]
+
+
+@pytest.mark.cell("sglang", "priorities")
+def test_a_request_of_higher_priority_passes_a_waiting_one(
+    sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
+) -> None:
+    server = sglang_servers[1]
+    nvext = {"backend_instance_id": sglang_mesh.worker_of(server)}
+    body = {"model": "tiny", "ignore_eos": True, "nvext": nvext}
+    ends: list[str] = []
+
+    def request(name: str, seed: int, priority: int) -> threading.Thread:
+        def run() -> None:
+            fields = {"prompt": prompt_of(seed, 40), "max_tokens": 8, "priority": priority}
+            sglang_mesh.post("/v1/completions", body | fields)
+            ends.append(name)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    long = [
+        Stream(
+            sglang_mesh, "/v1/completions", body | {"prompt": prompt_of(at, 40), "max_tokens": 3000}
+        )
+        for at in range(30, 34)
+    ]
+    wait_for(lambda: server.running() == 4, "all slots are taken", PATIENT_S)
+    threads = [request("low", 40, 3)]
+    wait_for(lambda: server.running() == 5, "one waits", PATIENT_S)
+    threads.append(request("high", 41, -3))
+    wait_for(lambda: server.running() == 6 or ends, "both wait", PATIENT_S)
+    for stream in long:
+        stream.close()
+    for thread in threads:
+        thread.join(PATIENT_S)
+    assert ends == ["high", "low"]
+
+
+@pytest.mark.cell("sglang", "cache salt")
+def test_a_cache_salt_separates_blocks_at_the_server_and_in_the_index(
+    sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
+) -> None:
+    server, prompt = sglang_servers[0], prompt_of(50)
+
+    def blocks(salt: str) -> int:
+        return sglang_mesh.overlap(prompt, **({"cache_salt": salt} if salt else {}))[1]
+
+    def is_stored(salt: str) -> bool:
+        return blocks(salt) == 10
+
+    for salt, others in (("one", ("two", "")), ("two", ("",))):
+        _generate(server, prompt, cache_salt=salt)
+        wait_for(partial(is_stored, salt), "its blocks are stored", PATIENT_S)
+        assert not any(blocks(one) for one in others)
 
 
 @pytest.mark.cell("sglang", "approximate entries without events")
