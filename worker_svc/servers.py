@@ -5,7 +5,7 @@ so that routers, indexers and frontends need no notion of it: a server that is l
 restarted is a worker that is. A worker that ends is started again with a pause that grows.
 
 The process has health of its own, on `port` and on the health port: SERVING ("") while its workers
-get work of their peers, or it has no server. A server that does not respond does not count, unless
+get work of their peers, or there is no server. One that does not respond does not count, unless
 none responds.
 """
 
@@ -125,6 +125,7 @@ class ServersApp:
         self._config = config
         self._look_up = look_up
         self._empty_answers = 0
+        self._are_known = False
         self._calls = RunningCalls()
         self._security = rpc.security_from_config(config)
         self._server = rpc.server(security=self._security, calls=self._calls)
@@ -242,13 +243,15 @@ class ServersApp:
     @property
     def _is_routable(self) -> bool:
         members = [one.member for one in self._servers.values() if one.info and one.member]
-        return all(one.is_routable for one in members) and bool(members or not self._servers)
+        has_work = bool(members or not self._servers)
+        return self._are_known and has_work and all(one.is_routable for one in members)
 
     def _apply(self, urls: Sequence[str]) -> None:
         """Starts the workers of new servers, and drains those of others."""
         assert self._lifecycle is not None
         if self._lifecycle.is_draining:
             return
+        self._are_known = True
         for url in self._servers.keys() - set(urls):
             log.info("server_removed", url=url)
             self._servers.pop(url).stop("the server was removed")

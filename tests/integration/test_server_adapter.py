@@ -412,8 +412,10 @@ async def test_a_name_adds_and_removes_servers_and_health_is_that_of_their_worke
                 response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
                 return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-            await until(is_ready, "there is nothing to do")
+            await until(lambda: names.lookups > EMPTY_ANSWERS, "lookups fail")
+            assert not await is_ready(), "it may have servers"
             names.error = None
+            await until(is_ready, "there is nothing to do")
             names.urls = [first.url]
             await until(partial(serves, first), "a server is found")
             await until(is_ready, "its worker gets work")
