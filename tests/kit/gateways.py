@@ -46,10 +46,11 @@ class Picked:
 
 
 class GatewayStream:
-    """The stream of one request. Use as a context manager: leaving it resets the stream."""
+    """The stream of one request. Use as a context manager: leaving it resets the stream, and closes
+    the channel. channel: to the picker; None: a new one, without TLS."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
+        self._channel = channel or grpc.insecure_channel(address)
         self._sent: queue.Queue[pb.ProcessingRequest | None] = queue.Queue()
         call = self._channel.stream_stream(
             METHOD,

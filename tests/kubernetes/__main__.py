@@ -4,8 +4,8 @@
 
 Renders each overlay with kustomize, and checks it by the schemas of three releases of Kubernetes,
 by schemas of the custom resources, by security policies, and beside the code of the services
-(`semantics.py`). Then it runs the pods of one overlay as processes (`run.py`). The last line is
-JSON:
+(`semantics.py`). Then it runs the pods of two overlays as processes (`run.py`, `gateway.py`). The
+last line is JSON:
 
     passed, failed, skipped   names of checks; failed and skipped ones with the reason
     run                       figures of the run
@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from tests.kubernetes import external, run
+from tests.kubernetes import external, gateway, run
 from tests.kubernetes.manifests import COMBINED, OVERLAYS, Manifests, copy_with_secrets, render
 from tests.kubernetes.semantics import CHECKS
 
@@ -104,6 +104,8 @@ def main() -> int:
         report.check("policies", lambda: external.policy_problems(rendered.values(), folder))
         if not options.no_run and run.OVERLAY in rendered:
             figures = run.check_run(report.check, rendered[run.OVERLAY], folder / "run")
+        if not options.no_run and gateway.OVERLAY in rendered:
+            gateway.check_run(report.check, rendered[gateway.OVERLAY], folder / "gateway-run")
     policies = {f"policy/{name}": reason for name, reason in external.EXEMPT.items()}
     skipped = NOT_RUN | policies
     if options.no_run:

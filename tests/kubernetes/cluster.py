@@ -110,11 +110,13 @@ class Process:
 class Cluster:
     """All pods of an overlay.
 
-    seen: pairs of a process and the address that it has connected to.
+    names: parts of variables, and what replaces them on this host. seen: pairs of a process and the
+    address that it has connected to.
     """
 
     manifests: Manifests
     folder: Path
+    names: Mapping[str, str] = field(default_factory=dict)
     seen: set[tuple[str, Address]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -249,6 +251,9 @@ class Cluster:
         """Returns the value of a variable on this host."""
         if value == "0.0.0.0":
             return address
+        for name, replacement in self.names.items():
+            if name in value:
+                return value.replace(name, replacement)
         for prefix in (_PREFIX, "/tmp", "/data"):
             if value.startswith(prefix):
                 return f"{folder}{value}"
