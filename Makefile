@@ -315,6 +315,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) --extra ray -c requirements/runtime.txt -o requirements/ray.txt
 	echo asyncpg | $(UV_COMPILE) --no-deps -c requirements/dev.txt - -o requirements/postgres.txt
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
+	printf 'msgspec\npyzmq\n' | $(UV_COMPILE) --no-deps -c requirements/dev.txt - -o requirements/adapter.txt
 	echo 'sglang-router==0.3.2' | $(UV_COMPILE) --no-deps - -o requirements/sglang-router.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt

@@ -388,7 +388,8 @@ def test_routers_and_indexers_run_without_the_packages_that_their_images_lack() 
     names = text.partition("uninstall --yes ")[2].partition(" #")[0].split()
     assert {"tokenizers", "llguidance", "uvicorn"} <= set(names)
     for target in ("frontend", "router", "indexer", "worker", "console", "mesh"):
-        has_them = re.search(r"\nCOPY --from=(text|console-packages) /text /venv", stages()[target])
+        copied = r"\nCOPY --from=(text|console-packages|worker-packages) /text /venv"
+        has_them = re.search(copied, stages()[target])
         assert bool(has_them) == (target not in ("router", "indexer")), target
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({[n.replace('-', '_') for n in names]}))\n"
