@@ -13,7 +13,7 @@ from typing import IO, Protocol
 import httpx
 
 from common.runtime.free_ports import free_ports
-from tests.adapters.stock_server import StockServer
+from tests.adapters.stock_server import SglangServer
 from tests.kit.model_server import MODEL
 from tests.kit.processes import PARENT_GUARD, ROOT
 from tests.kit.waiting import wait_for
@@ -83,7 +83,7 @@ class StandInServer:
             return False
 
 
-class SglangServer(StockServer):
+class StockSglang(SglangServer):
     """A stock SGLang server."""
 
     @property
@@ -98,13 +98,13 @@ class SglangServer(StockServer):
 def two_servers(folder: Path, *, is_sglang: bool) -> Iterator[tuple[Sequence[Server], str]]:
     """Yields two servers that serve, and the name of their model."""
     port = free_ports(6)
-    servers: list[SglangServer] | list[StandInServer]
+    servers: list[StockSglang] | list[StandInServer]
     if is_sglang:
         from worker_svc.engines.sglang.make_model import write_tiny_model
 
         write_tiny_model(folder / "tiny")
         flags = ("--enable-cache-report",)
-        servers = [SglangServer(folder / "tiny", folder, port + 3 * at, *flags) for at in range(2)]
+        servers = [StockSglang(folder / "tiny", folder, port + 3 * at, *flags) for at in range(2)]
         model = "tiny"
     else:
         servers = [StandInServer(folder, port + 3 * at, "--pages=2600") for at in range(2)]
