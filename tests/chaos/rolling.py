@@ -48,6 +48,7 @@ READY_S = 120.0
 RESTART_S = 600.0
 # Load before the first and after the last replacement.
 MARGIN_S = 2.0
+PAUSE_S = 0.1
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -168,12 +169,12 @@ class Observations:
 
 
 class Rolling:
-    """A running mesh and its load."""
+    """A running mesh and its load. active: number of clients that send; the others pause."""
 
     def __init__(self, folder: Path, urls: Sequence[str], clients: int) -> None:
         self._folder = folder
         self._urls = urls
-        self._clients = clients
+        self._clients = self.active = clients
         self._references: dict[tuple[str, int], Any] = {}
         self._kinds: list[str] = []
         self._is_over = False
@@ -223,6 +224,10 @@ class Rolling:
         sent = number
         # Ends: the case is over; each call has a limit.
         while not self._is_over:
+            if number >= self.active:
+                # Sleep: the load is smaller.
+                await asyncio.sleep(PAUSE_S)
+                continue
             sent += 1
             name = self._kinds[number % len(self._kinds)]
             variant = sent % VARIANTS

@@ -10,6 +10,8 @@ in tests/chaos/rolling.py, and every response is compared with that to the same 
     scale       `meshctl scale worker=6`, then worker=2
     drain       Ray drains a node with a deadline; the node comes back
     controller  SIGKILL of the controller's process; then `meshctl scale` both ways
+    recommended the workers follow the routers (`scaling: recommended`): more with the load, fewer
+                after it, none without, and one again for the requests that wait
     head        SIGKILL of all processes of the head's node; clients use the other frontend
 
 Prints one JSON line a case, then one with the sums:
@@ -27,8 +29,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -47,15 +51,24 @@ from tests.chaos.client import Reply
 from tests.chaos.rolling import CLIENTS, Rolling
 from tests.cluster.nodes import HEAD, OTHERS, PYTHON, RAY, Cluster, Observer, running_cluster
 from tests.contract.consul_agent import running_agent
+from tests.kit.processes import MODEL
 from tests.kit.waiting import until
 
-COMMAND_S = 180.0
+COMMAND_S = 300.0
 SETTLED_S = 120.0
 DRAIN_DEADLINE_S = 60
 # Ray's nodes give up a lost head after this time; 60 s by default.
 HEAD_LOST_S = 20
 # Load that goes on after the loss of the head.
 HEADLESS_S = 12.0
+# Most workers of `recommended`: each computes an eighth of the requests at once, so that more are
+# needed. A sixteenth of the clients is a load for one.
+WORKERS_MAX = 4
+SEATS_SHARE = 8
+FEW_SHARE = 16
+# The load of the two minutes before counts, and that of the down window, a minute.
+FOLLOWED_S = 420.0
+WAKE_S = 100.0
 ATTEMPTS = "kvmesh_frontend_retries_total"
 INSTALL = "make .venv-ray/.ready"
 
@@ -68,8 +81,11 @@ class Bed:
     cluster: Cluster
     observer: Observer
     clients: int
+    registry: Mapping[str, str]
     # Any: JSON.
     members: list[dict[str, Any]] = field(default_factory=list)
+    worker_counts: list[int] = field(default_factory=list)
+    """Desired numbers of workers, as far as they were looked at."""
 
     async def meshctl(self, *arguments: str) -> list[str]:
         """Runs a command; returns its output. Raises AssertionError if it fails."""
@@ -96,6 +112,9 @@ class Bed:
     async def status(self) -> dict[str, Any]:
         """Returns what the controller reports."""
         found = await asyncio.to_thread(self.observer.ask, "status")
+        count = (found or {}).get("counts", {}).get("worker")
+        if count is not None and [count] != self.worker_counts[-1:]:
+            self.worker_counts.append(count)
         return found or {"error": "no answer"}
 
     # Any: JSON.
@@ -108,7 +127,11 @@ class Bed:
         """Waits until all members are routable, and no role is on one node only."""
         return await self.settled(_is_spread)
 
-    async def settled(self, is_also: Callable[[dict[str, Any]], bool] = lambda _: True) -> float:
+    async def settled(
+        self,
+        is_also: Callable[[dict[str, Any]], bool] = lambda _: True,
+        timeout_s: float = SETTLED_S,
+    ) -> float:
         """Waits until all members are routable, and a further condition holds; returns seconds."""
         began, last = time.monotonic(), {}
 
@@ -118,11 +141,16 @@ class Bed:
             return bool(last.get("is_settled")) and is_also(last)
 
         try:
-            await until(is_settled, "all members are routable", SETTLED_S, poll_s=0.1)
+            await until(is_settled, "all members are routable", timeout_s, poll_s=0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}: {json.dumps(last)[:3000]}") from None
         self.members = last["members"]
         return time.monotonic() - began
+
+    async def up(self, mesh: Mapping[str, Any]) -> None:
+        """Starts a mesh, or changes the one that runs."""
+        (self.folder / "mesh.yaml").write_text(yaml.safe_dump(dict(mesh)))
+        await self.meshctl("up", "--on", "ray", "-f", "mesh.yaml")
 
     async def attempts(self) -> int:
         """Returns the attempts of all frontends after the first of a request."""
@@ -246,6 +274,44 @@ async def controller(bed: Bed, load: Load) -> dict[str, Any]:
     return {"back_s": round(back_s, 1)}
 
 
+async def recommended(bed: Bed, load: Load) -> dict[str, Any]:
+    """The number of workers follows the routers."""
+
+    async def follow(clients: int, workers: int) -> float:
+        """Changes the load, and waits for a number of workers; returns seconds."""
+        load.active, began = clients, time.monotonic()
+        await bed.settled(lambda found: _workers(found) == workers, FOLLOWED_S)
+        return round(time.monotonic() - began, 1)
+
+    began, few = time.monotonic(), max(1, bed.clients // FEW_SHARE)
+    bed.worker_counts.clear()
+    await bed.up(mesh_file(bed.registry, seats=max(1, bed.clients // SEATS_SHARE)))
+    try:
+        await follow(bed.clients, WORKERS_MAX)
+        more_s = round(time.monotonic() - began, 1)
+        fewer_s = await follow(few, 1)
+        asleep_s = await follow(0, 0)
+        served = load.observations.requests
+        load.active, woken = few, time.monotonic()
+        await until(lambda: load.observations.requests > served, "a request is served", WAKE_S)
+        woken_s = round(time.monotonic() - woken, 1)
+        await bed.settled(lambda found: _workers(found) == 1)
+        seen = [*bed.worker_counts]
+        await bed.up(mesh_file(bed.registry))
+        await bed.spread()
+    finally:
+        load.active = bed.clients
+    changes = "".join("+" if b > a else "-" for a, b in itertools.pairwise(seen))
+    assert re.fullmatch(r"\+*-+\+", changes), f"the number of workers flaps: {seen}"
+    return {
+        "workers": seen,
+        "more_s": more_s,
+        "fewer_s": fewer_s,
+        "asleep_s": asleep_s,
+        "woken_s": woken_s,
+    }
+
+
 async def node(bed: Bed, load: Load) -> dict[str, Any]:
     """All processes of a node are killed at once."""
     victim = OTHERS[1]
@@ -319,6 +385,7 @@ CASES: Mapping[str, Case] = {
     "scale": scale,
     "drain": drain,
     "controller": controller,
+    "recommended": recommended,
     "head": head,
 }
 
@@ -335,6 +402,13 @@ def _is_spread(status: Mapping[str, Any]) -> bool:
     for member in status["members"]:
         nodes.setdefault(member["role"], []).append(member["node"])
     return all(len(found) == 1 or len(set(found)) > 1 for found in nodes.values())
+
+
+# Any: JSON.
+def _workers(status: Mapping[str, Any]) -> int:
+    """Returns the workers that run, if they are as many as there shall be; else -1."""
+    running = sum(member["name"].startswith("worker") for member in status["members"])
+    return running if running == status["counts"]["worker"] else -1
 
 
 def _read_metrics(url: str) -> str:
@@ -368,8 +442,16 @@ async def run_case(name: str, bed: Bed) -> dict[str, Any]:
     return {**line, **({"why": found.errors.most_common(3)} if found.errors else {})}
 
 
-def mesh_file(registry: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the mesh file. Its frontends run on nodes with a label."""
+def mesh_file(registry: Mapping[str, str], *, seats: int | None = None) -> dict[str, Any]:
+    """Returns the mesh file. Its frontends run on nodes with a label.
+
+    seats: requests that a worker computes at once, in a mesh whose number of workers follows the
+    routers; None: the number is fixed.
+    """
+    workers: dict[str, Any] = {"count": 2, "settings": {"speedup": 0.5}}
+    if seats is not None:
+        workers["scaling"] = "recommended"
+        workers["settings"]["max_num_seqs"] = seats
     return {
         **registry,
         "drain_s": 10,
@@ -378,24 +460,34 @@ def mesh_file(registry: Mapping[str, str]) -> dict[str, Any]:
             "count": 2,
             "http_port": 0,
             "resources": {"labels": {"edge": "yes"}, "per_node": 1},
+            # Requests wait for the first worker.
+            "settings": {"configured_models": [MODEL], "worker_wait_s": 90},
         },
-        "routers": {"count": 2},
+        "routers": {
+            "count": 2,
+            "settings": {
+                "scaling_min": 0,
+                "scaling_max": WORKERS_MAX,
+                "scaling_up_window_s": 5,
+                "scaling_down_window_s": 60,
+                "scaling_sleep_s": 15,
+            },
+        },
         "indexers": {"count": 2},
-        "workers": [{"count": 2, "settings": {"speedup": 0.5}}],
+        "workers": [workers],
     }
 
 
 async def run(names: Sequence[str], folder: Path, registry: Mapping[str, str], clients: int) -> int:
     """Runs the cases on one mesh; returns the exit status."""
     settings = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_LOST_S)}
-    (folder / "mesh.yaml").write_text(yaml.safe_dump(mesh_file(registry)))
     lines: list[dict[str, Any]] = []
     with running_cluster(folder, settings) as cluster, contextlib.ExitStack() as stack:
         observer = Observer(cluster, folder / "observer.log")
         stack.callback(observer.close)
-        bed = Bed(folder, cluster, observer, clients)
+        bed = Bed(folder, cluster, observer, clients, registry)
         began = time.monotonic()
-        await bed.meshctl("up", "--on", "ray", "-f", "mesh.yaml")
+        await bed.up(mesh_file(registry))
         await bed.settled()
         up_s = round(time.monotonic() - began, 1)
         for name in names:
