@@ -193,7 +193,6 @@ def test_a_stream_in_the_background_is_resumed_at_another_frontend(
         f"response.{name}" for name in ("created", "queued", "in_progress")
     ]
     assert (first[0].response.status, first[0].response.background) == ("queued", True)
-    assert client.responses.retrieve(response_id).status == "in_progress"
     with sdk(mesh, mesh.urls[1]) as other:
         rest = list(
             other.responses.retrieve(
