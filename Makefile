@@ -35,7 +35,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-console bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters setup-vllm test-vllm test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-console bench-replay bench-scaling bench-plan bench-scale lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -241,6 +241,12 @@ test-adapters: ## Stock SGLang servers, llama-servers and OpenAI APIs behind the
 	@PYTHON=$(PY) tests/adapters/llama_server.sh
 	@LLAMA_SERVER=$(CURDIR)/.venv-llama/build/bin/llama-server .venv-sglang/bin/python -m tests.adapters $(ARGS)
 
+setup-vllm: ## Install vLLM for a CPU into .venv-vllm (2.4 GB, minutes)
+	@PYTHON=$(PY) deploy/vllm/venv.sh
+
+test-vllm: $(VENV)/.dev setup-vllm ## Stock vLLM servers behind the adapter (5 minutes, 5 GB of memory); last line is JSON
+	@$(BIN)/python -m tests.vllm $(ARGS)
+
 # On a machine with one NVIDIA GPU; ARGS='--device cpu' runs all of it with a tiny model.
 GPU_KIND := $(if $(findstring --device cpu,$(ARGS)),cpu,cuda)
 gpu-test: $(if $(filter cpu,$(GPU_KIND)),,.gpu) ## SGLang on a GPU: pair, migration, speed bare, by its router, by KVMesh; ARGS='--model FOLDER'; last line is JSON
@@ -317,6 +323,7 @@ lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(UV_COMPILE) requirements/docs.in -o requirements/docs.txt
 	printf 'msgspec\npyzmq\n' | $(UV_COMPILE) --no-deps -c requirements/dev.txt - -o requirements/adapter.txt
 	echo 'sglang-router==0.3.2' | $(UV_COMPILE) --no-deps - -o requirements/sglang-router.txt
+	$(UV_COMPILE) requirements/vllm.in --override requirements/vllm-overrides.txt -o requirements/vllm.txt
 	$(UV_COMPILE) tests/clients/python/requirements.in -o tests/clients/python/requirements.txt
 	$(UV_COMPILE) tests/console/requirements.in -o tests/console/requirements.txt
 	$(UV_COMPILE) tests/epp/requirements.in -o tests/epp/requirements.txt

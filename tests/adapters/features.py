@@ -17,11 +17,14 @@ COLUMNS = {"sglang": "SGLang", "llama": "llama-server", "openai": "other OpenAI 
 Cell = tuple[str, str]
 
 
-def read_cells(page: str) -> Mapping[Cell, str]:
-    """Returns the text of each cell by column and row. Raises ValueError without the table."""
+def read_cells(page: str, columns: Mapping[str, str] = COLUMNS) -> Mapping[Cell, str]:
+    """Returns the text of each cell by column and row. Raises ValueError without the table.
+
+    columns: as COLUMNS.
+    """
     lines = [line for line in page.splitlines() if line.startswith("|")]
     rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
-    starts = COLUMNS.values()
+    starts = columns.values()
     heads = [all(any(one.startswith(it) for one in row) for it in starts) for row in rows]
     if True not in heads:
         raise ValueError("docs/engines.md has no table of servers")
@@ -31,12 +34,13 @@ def read_cells(page: str) -> Mapping[Cell, str]:
     for row in rows[at + 2 :]:
         if len(row) != len(head):
             break
-        for name, start in COLUMNS.items():
+        for name, start in columns.items():
             (index,) = [n for n, one in enumerate(head) if one.startswith(start)]
             found[name, row[0]] = row[index]
     return found
 
 
-def proved_cells() -> frozenset[Cell]:
+def proved_cells(columns: Mapping[str, str] = COLUMNS) -> frozenset[Cell]:
     """Returns the cells with **T**."""
-    return frozenset(one for one, text in read_cells(PAGE.read_text()).items() if PROVED in text)
+    cells = read_cells(PAGE.read_text(), columns)
+    return frozenset(one for one, text in cells.items() if PROVED in text)
