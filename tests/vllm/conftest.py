@@ -64,7 +64,7 @@ class ServersMesh(Mesh):
 
 @pytest.fixture(scope="session")
 def mesh(servers: list[VllmServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    more = ["--canary-idle-s=2", f"--admin-token={ADMIN_TOKEN}"]
+    more = ["--canary-idle-s=2", "--tool-call-parser=hermes", f"--admin-token={ADMIN_TOKEN}"]
     flags = [[*one.worker_flags, *more] for one in servers]
     folder = tmp_path_factory.mktemp("mesh")
     with ServersMesh(folder, flags, indexers=1) as mesh, closing(mesh.http):
