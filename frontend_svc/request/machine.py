@@ -501,7 +501,8 @@ class RequestMachine:
             return
         if self.attempt and not self._ports.take_permit():
             return
-        excluded = self._exclusions.excluded() | self.other_engines.keys()
+        # Methods: an operator with keys makes a set, which a compiled module refuses.
+        excluded = self._exclusions.excluded().union(self.other_engines)
         self._ports.place(self.attempt, excluded)
 
     def _candidates(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -511,7 +512,8 @@ class RequestMachine:
         if not self.generated:
             return pool, open_circuits
         self.other_engines = other_engines(self.plan, self._engine, pool)
-        return pool - self.other_engines.keys(), open_circuits - self.other_engines.keys()
+        others = self.other_engines
+        return pool.difference(others), open_circuits.difference(others)
 
     def _wait_for_worker(self) -> bool:
         """Returns whether the request waits for a worker: not if it has waited long enough."""

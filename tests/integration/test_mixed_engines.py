@@ -71,6 +71,8 @@ def test_a_started_stream_continues_on_its_own_engine_or_not_at_all(
         servers = tmp_path / "servers"
         servers.write_text(f"{first.url}\n")
         flags = ["--engine=openai", f"--server-file={servers}", "--metrics-port=0"]
+        # One card for both: less than either states.
+        flags.append("--context-length=2000")
         wait = ["--worker-wait-s=1"]
         with FileMesh(tmp_path, workers=1, worker_flags=flags, frontend_flags=wait) as mesh:
             events: list[Any] = []

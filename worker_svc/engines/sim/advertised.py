@@ -44,6 +44,7 @@ def advertised_config(
         kinds=("chat", "completions", "embedding"),
         # Frontends of earlier releases refuse a card with this kind.
         kinds_on_request=("score",),
+        software="sim",
         embedding_size=config.embedding_size,
         shorter_embeddings=True,
         # KV of other workers arrives in any order.
