@@ -66,8 +66,8 @@ def test_the_readme_names_make_run_and_the_commands_of_ci() -> None:
 
 @pytest.mark.slow
 def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: Path) -> None:
-    port = free_ports(1)
-    flags = f"--http-port {port} --console-port {free_ports(1)} --registry-path {tmp_path}/registry"
+    port = free_ports(2)
+    flags = f"--http-port {port} --console-port {port + 1} --registry-path {tmp_path}/registry"
     flags += f" --log-dir {tmp_path}/logs"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KVMESH_", "MAKE", "MFLAGS"))}
     out = tmp_path / "out"
