@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -19,7 +16,7 @@ import pytest
 from tests.adapters.servers_mesh import PATIENT_S, ServersMesh, Stream
 from tests.adapters.stock_server import SglangServer
 from tests.adapters.tcp_proxy import TcpProxy
-from tests.kit.processes import ROOT
+from tests.kit.contract_kit import check_server
 from tests.kit.waiting import wait_for
 
 TOOL = {
@@ -38,21 +35,7 @@ def prompt_of(seed: int, count: int = 160) -> list[int]:
 @pytest.mark.cell("sglang", "contract kit", "cache flush", "cancellation")
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_contract_kit_passes(sglang_servers: list[SglangServer], at: int) -> None:
-    command = [sys.executable, "-m", "worker_svc.conformance"]
-    command += ["worker_svc.engines.openai.engine:ServerEngine"]
-    command += [f"--arg=url={sglang_servers[at].url}", "--stop-s=30"]
-    # A step may be slow on a busy machine.
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("25 pass, 0 fail, 0 skip")
+    check_server(sglang_servers[at].url)
 
 
 @pytest.mark.cell("sglang", "routing by KV events", "token ids in and out", "several servers")

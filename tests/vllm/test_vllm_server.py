@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,9 @@ import jsonschema
 import pytest
 
 from kvmesh.engine.v1 import admin_pb2, admin_pb2_grpc
+from tests.kit.contract_kit import check_server
 from tests.kit.model_server import ModelServer
-from tests.kit.processes import ROOT, Mesh, Service
+from tests.kit.processes import Mesh, Service
 from tests.kit.waiting import wait_for
 from tests.vllm.conftest import ADMIN_TOKEN, ServersMesh
 from tests.vllm.vllm_server import BLOCK_SIZE, MODEL, VllmServer
@@ -70,21 +68,7 @@ def call(worker: Service, operation: str, **fields: str) -> Any:
 
 @pytest.mark.cell("vllm", "contract kit")
 def test_the_contract_kit_passes(servers: list[VllmServer]) -> None:
-    server = servers[0]
-    command = [sys.executable, "-m", "worker_svc.conformance"]
-    command += ["worker_svc.engines.openai.engine:ServerEngine", f"--arg=url={server.url}"]
-    # A step may be slow on a busy machine.
-    done = subprocess.run(
-        [*command, f"--arg=block_size={BLOCK_SIZE}", "--stop-s=30"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("25 pass, 0 fail, 0 skip")
+    check_server(servers[0].url, f"block_size={BLOCK_SIZE}")
 
 
 @pytest.mark.cell("vllm", "token ids in and out", "usage")
