@@ -324,12 +324,12 @@ class SimScheduler:
             if token_budget and (count := seq.total_tokens - seq.computed_tokens) > 1:
                 entries.append((seq, min(count, token_budget)))
                 token_budget -= entries[-1][1]
-        self._admit(entries, token_budget)
+        host_tokens = self._admit(entries, token_budget)
         if not entries:
             return None
         prefill = sum(count for _, count in entries)
         cached = sum(seq.computed_tokens for seq, _ in entries)
-        return Step(entries, prefill, self._timing.step_s(prefill, 0, cached))
+        return Step(entries, prefill, self._timing.step_s(prefill, 0, cached, host_tokens))
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Completes the step. Returns the sequences that got a token or ended, not removed ones."""

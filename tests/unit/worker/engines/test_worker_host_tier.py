@@ -124,7 +124,8 @@ def test_a_size_below_zero_is_refused() -> None:
         BlockManager(1, 1, -1)
 
 
-def test_tokens_of_the_host_take_their_time_in_the_step() -> None:
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_tokens_of_the_host_take_their_time_in_the_step(is_mixed: bool) -> None:
     class Names:
         """Names the blocks by the position alone: all prompts share them."""
 
@@ -137,7 +138,7 @@ def test_tokens_of_the_host_take_their_time_in_the_step() -> None:
 
     manager = BlockManager(4, SIZE, 8)
     timing = Timing(base_s=1.0, prefill_token_s=0.0, decode_seq_s=0.0, kv_token_s=0, host_token_s=2)
-    scheduler = SimScheduler(manager, timing, TokenOracle((1,), 0))
+    scheduler = SimScheduler(manager, timing, TokenOracle((1,), 0), is_mixed=is_mixed)
     prompt = content_of((1, 1, 1))
 
     def step_s() -> float:
