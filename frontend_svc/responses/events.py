@@ -63,6 +63,12 @@ class EventWriter:
         last = self._output.close("completed" if is_complete else "incomplete")
         return events + b"".join(map(self._event, last))
 
+    def collect(self, deltas: Iterable[Delta]) -> None:
+        """Takes a part of the output without events."""
+        for delta in deltas:
+            for _ in self._output.feed(delta):
+                pass
+
     def abandon(self) -> None:
         """Ends the last item without events."""
         for _ in self._output.close("incomplete"):
@@ -176,7 +182,7 @@ class DeltaFormat(ResponsesFormat):
         return b""
 
     def output(self, choice: int, deltas: Sequence[Delta], tokens: Sequence[TokenText]) -> bytes:
-        super().output(choice, deltas, tokens)
+        self._events.collect(deltas)
         return write_deltas(deltas)
 
     def finish(self, choice: int, end: ChoiceEnd) -> bytes:
