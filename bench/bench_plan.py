@@ -35,9 +35,8 @@ from bench.measure import ROOT, print_report
 from bench.stacks import MODEL, mesh
 from bench.trees import environment
 from common.inspection.gateway import new_http_client
-from meshctl.commands.plan import capacity_of
+from meshctl.commands.plan import capacity_of, new_probe
 from meshctl.options import MeshConfig
-from meshctl.view.latencies import LatencyProbe
 from meshctl.view.members import read_members
 from replay.plan.search import Fleet, predict
 from replay.plan.speeds import Capacity, Speeds, fit
@@ -88,10 +87,10 @@ LOADS = (
 
 async def measure(port: int, registry: Path) -> Speeds:
     members = await read_members(MeshConfig(registry="file", registry_path=registry))
-    capacity = Capacity(**capacity_of(members, MODEL))
+    capacity = capacity_of(members, MODEL)
     async with new_http_client(None) as http:
-        found = await LatencyProbe(http, f"http://127.0.0.1:{port}", MODEL).measure()
-    return fit(found.prompts, found.decodes, found.pauses, capacity)
+        found = await new_probe(http, f"http://127.0.0.1:{port}", MODEL, capacity).measure()
+    return fit(found.prompts, found.decodes, found.pauses, Capacity(**capacity))
 
 
 def measured(load: Load, port: int, seconds: float) -> dict[str, float]:

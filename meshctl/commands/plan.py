@@ -67,14 +67,8 @@ class _Mesh:
     async def measure(self) -> str:
         """Returns the latencies of a worker and its size as JSON. Raises Unavailable."""
         url, capacity = await self.api_url(), await self._capacity()
-        has_cache = capacity.keys() >= _CACHE
-        cache_tokens = capacity["blocks"] * capacity["block_size"] if has_cache else None
         async with new_http_client(self.api_key, self.config, url) as http:
-            probe = LatencyProbe(
-                *(http, url, self.model),
-                requests_max=capacity.get("requests"),
-                cache_tokens=cache_tokens,
-            )
+            probe = new_probe(http, url, self.model, capacity)
             try:
                 found = await probe.measure()
             except GatewayError as error:
@@ -134,6 +128,18 @@ def capacity_of(snapshot: Snapshot, model: str) -> dict[str, int]:
         if values:
             found[field] = min(values)
     return found
+
+
+def new_probe(
+    http: httpx.AsyncClient, url: str, model: str, capacity: Mapping[str, int]
+) -> LatencyProbe:
+    """Returns the probe of a worker. capacity: of `capacity_of`."""
+    has_cache = capacity.keys() >= _CACHE
+    return LatencyProbe(
+        *(http, url, model),
+        requests_max=capacity.get("requests"),
+        cache_tokens=capacity["blocks"] * capacity["block_size"] if has_cache else None,
+    )
 
 
 def fleet_of(snapshot: Snapshot, model: str) -> dict[str, int]:
