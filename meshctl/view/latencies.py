@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -138,6 +139,29 @@ class CompletionClient:
         return Course(first_s, last_s, tokens, worker, tuple(arrivals))
 
 
+class _Beside:
+    """A stream beside prompts. arrived: times of its tokens so far."""
+
+    def __init__(self) -> None:
+        self.arrived: list[float] = []
+        self._news = asyncio.Event()
+        self._has_ended = False
+
+    def add(self, at: float) -> None:
+        self.arrived.append(at)
+        self._news.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._news.set()
+
+    async def next_token(self) -> None:
+        """Waits for a token, or for the end."""
+        if not self._has_ended:
+            self._news.clear()
+            await self._news.wait()
+
+
 class LatencyProbe:
     """Sends prompts of random tokens, so that no cache has them, to one worker.
 
@@ -219,34 +243,42 @@ class LatencyProbe:
         if context_tokens is not None:
             beside = max(2, min(beside, _room(context_tokens) - PROMPT_TOKENS[0]))
         found: list[tuple[int, float]] = []
-        for tokens in BESIDE_PROMPTS:
+        for tokens in filter(partial(self._fits, beside), BESIDE_PROMPTS):
             with suppress(GatewayError):
                 found.append((tokens, await self._pause_s(tokens, BESIDE_REPEATS, beside)))
-        for tokens in CHUNKED_TOKENS:
+        for tokens in filter(partial(self._fits, beside), CHUNKED_TOKENS):
             with suppress(GatewayError):
                 return [*found, (tokens, await self._pause_s(tokens, 1, beside))]
         return found
+
+    def _fits(self, beside_tokens: int, tokens: int) -> bool:
+        """Returns whether the cache has room for a prompt and a stream: else the prompt would wait
+        for the end of the stream, which then has no pause."""
+        held = PROMPT_TOKENS[0] + beside_tokens + tokens + PROMPT_OUTPUT_TOKENS
+        return self._cache_tokens is None or held <= self._cache_tokens
 
     async def _pause_s(self, tokens: int, repeats: int, beside_tokens: int) -> float:
         """Returns the longest time without a token of a stream while a prompt is computed, as the
         median of some prompts."""
         pauses: list[float] = []
-        async with self._stream(beside_tokens) as arrived:
+        async with self._stream(beside_tokens) as beside:
             for _ in range(repeats):
                 begun_at = time.perf_counter()
                 await self._course(tokens, PROMPT_OUTPUT_TOKENS)
                 ended_at = time.perf_counter()
-                gaps = [b - a for a, b in pairwise(arrived) if b > begun_at and a < ended_at]
+                # It ends the last pause, which may be the only one.
+                await beside.next_token()
+                arrived = pairwise(beside.arrived)
+                gaps = [b - a for a, b in arrived if b > begun_at and a < ended_at]
                 if not gaps:
                     raise GatewayError("a stream beside a prompt had no token meanwhile")
                 pauses.append(max(gaps))
         return median(pauses)
 
     @asynccontextmanager
-    async def _stream(self, tokens: int) -> AsyncIterator[list[float]]:
-        """Yields the times at which tokens of a stream have arrived, after its first one."""
-        arrived: list[float] = []
-        began = asyncio.Event()
+    async def _stream(self, tokens: int) -> AsyncIterator[_Beside]:
+        """Yields a stream after its first token."""
+        beside = _Beside()
 
         async def stream() -> None:
             prompt = self._prompt(PROMPT_TOKENS[0])
@@ -254,19 +286,18 @@ class LatencyProbe:
             try:
                 async with aclosing(events):
                     async for _ in events:
-                        arrived.append(time.perf_counter())
-                        began.set()
+                        beside.add(time.perf_counter())
             finally:
-                began.set()
+                beside.end()
 
-        beside = asyncio.create_task(stream())
+        reading = asyncio.create_task(stream())
         try:
             # Ends: the stream has a time limit.
-            await began.wait()
-            yield arrived
+            await beside.next_token()
+            yield beside
         finally:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(*_TOKENS) for _ in range(tokens)]

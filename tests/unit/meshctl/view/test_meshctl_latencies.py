@@ -24,8 +24,8 @@ from meshctl.view.latencies import (
 
 
 # Any, here and below: JSON.
-def gateway(model: Any) -> httpx.AsyncClient:
-    """Responds with two tokens to each prompt."""
+def gateway(model: Any, lengths: list[int] | None = None) -> httpx.AsyncClient:
+    """Responds with two tokens to each prompt. lengths: takes those of the prompts."""
     token = {"choices": [{"text": "a"}]}
     events = [token, token, {"choices": [], "usage": {"completion_tokens": 2}}]
     lines = [json.dumps(event) for event in events] + ["[DONE]"]
@@ -34,6 +34,8 @@ def gateway(model: Any) -> httpx.AsyncClient:
     def respond(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return httpx.Response(200, json=model)
+        if lengths is not None:
+            lengths.append(len(json.loads(request.content)["prompt"]))
         return httpx.Response(200, text=text)
 
     return httpx.AsyncClient(transport=httpx.MockTransport(respond))
@@ -56,6 +58,19 @@ async def test_no_more_requests_are_measured_than_a_worker_computes_at_once() ->
         *((1, 64), (4, 64), (10, 64)),
         (2, CACHED_TOKENS),
     ]
+
+
+async def test_no_prompt_is_measured_beside_a_stream_that_leaves_no_room_for_it() -> None:
+    """The stream has 64 tokens and 2,048 more."""
+    for cache_tokens, long in (
+        (None, {12_288, 6144}),
+        (2112 + 6144 + 2, {6144}),
+        (2112 + 6144 + 1, set[int]()),
+    ):
+        lengths: list[int] = []
+        async with gateway({"id": "m"}, lengths) as http:
+            await LatencyProbe(http, "http://gateway", "m", cache_tokens=cache_tokens).measure()
+        assert set(lengths) & {12_288, 6144} == long, cache_tokens
 
 
 def test_the_time_between_tokens_is_that_while_all_responses_run() -> None:
