@@ -100,9 +100,15 @@ class SglangServer(StockServer):
     """A server of `python -m sglang.launch_server` with KV events."""
 
     def __init__(
-        self, model: Path, folder: Path, port: int, *flags: str, events_format: str = ""
+        self,
+        model: Path,
+        folder: Path,
+        port: int,
+        *flags: str,
+        events_format: str = "",
+        python: str = sys.executable,
     ) -> None:
-        """port: of HTTP; the next two are those of KV events and replay."""
+        """port: of HTTP; the next two are those of KV events and replay. python: with SGLang."""
         self.replay_port = port + 2
         events = {
             "publisher": "zmq",
@@ -112,7 +118,7 @@ class SglangServer(StockServer):
         if events_format:
             events["format"] = events_format
         command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
+            *(python, "-m", "sglang.launch_server", "--model-path", str(model)),
             *("--served-model-name", "tiny", "--port", str(port), "--page-size", "16"),
             *("--kv-events-config", json.dumps(events), *CPU_FLAGS, *flags),
         ]
