@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import common.runtime  # noqa: F401  # before structlog
 from batch_svc.app import BatchApp
 from batch_svc.config import BatchConfig
 from common.service.base import main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import common.runtime  # noqa: F401  # before structlog
 from common.service.base import main
 from console_svc.app import ConsoleApp
 from console_svc.config import ConsoleConfig

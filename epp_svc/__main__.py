@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import common.runtime  # noqa: F401  # before structlog
 from common.service.base import main
 from epp_svc.app import EppApp
 from epp_svc.config import EppConfig

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from cryptography import x509
 
 from common.errors import InvalidRequest
 from common.runtime.config import flag_name
@@ -121,6 +120,9 @@ class CertificateFiles:
 def _ends_at_s(chain: bytes) -> float:
     """Returns the Unix time at which the first certificate of a PEM file expires. Raises
     ValueError."""
+    # Imported here: a process without certificates does not need it.
+    from cryptography import x509
+
     certificates = x509.load_pem_x509_certificates(chain)
     return min(one.not_valid_after_utc.timestamp() for one in certificates)
 

@@ -17,12 +17,10 @@ from typing import Final
 import httpcore
 import httpx
 
-from common.errors import InvalidRequest
 from common.runtime.fair_slots import FairSlots
 from frontend_svc.media.addresses import are_public
-from frontend_svc.media.formats import MEDIA_TOO_LARGE, invalid_media
+from frontend_svc.media.formats import MEDIA_REFUSED, invalid_media, too_large
 
-MEDIA_REFUSED: Final = "MEDIA_REFUSED"
 MEDIA_UNAVAILABLE: Final = "MEDIA_UNAVAILABLE"
 # A tenant may use as many as are free: alone it uses half of them.
 CONNECTIONS_MAX: Final = 64
@@ -201,7 +199,3 @@ async def _read(
             raise too_large(field, bytes_max)
     declared = headers.get(b"content-type", b"").decode("latin-1")
     return declared.partition(";")[0].strip().lower(), bytes(content)
-
-
-def too_large(field: str, bytes_max: int) -> InvalidRequest:
-    return invalid_media(field, f"the medium has more than {bytes_max} bytes", MEDIA_TOO_LARGE)

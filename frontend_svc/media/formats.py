@@ -10,6 +10,7 @@ from common.request.media import PIXELS_MAX
 from frontend_svc.media.image_size import image_pixels
 
 INVALID_MEDIA: Final = "INVALID_MEDIA"
+MEDIA_REFUSED: Final = "MEDIA_REFUSED"
 MEDIA_TOO_LARGE: Final = "MEDIA_TOO_LARGE"
 _FORMATS: Final = (
     ("image/png", re.compile(rb"\x89PNG\r\n\x1a\n")),
@@ -44,3 +45,7 @@ def media_type(kind: str, declared: str, data: bytes, field: str) -> str:
 def invalid_media(field: str, message: str, reason: str = INVALID_MEDIA) -> InvalidRequest:
     """Returns the error of a medium. reason: OpenAI's `code`, in upper case."""
     return InvalidRequest(f"Invalid '{field}': {message}.", field, reason=reason)
+
+
+def too_large(field: str, bytes_max: int) -> InvalidRequest:
+    return invalid_media(field, f"the medium has more than {bytes_max} bytes", MEDIA_TOO_LARGE)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from common.request.media import MediaInput, content_hash, read_data_url
 from common.runtime.tasks import TaskGroup
-from frontend_svc.media.fetcher import MEDIA_REFUSED, MediaFetcher, too_large
-from frontend_svc.media.formats import MEDIA_TOO_LARGE, invalid_media, media_type
+from frontend_svc.media.formats import (
+    MEDIA_REFUSED,
+    MEDIA_TOO_LARGE,
+    invalid_media,
+    media_type,
+    too_large,
+)
 from frontend_svc.media.prompt import MediaPart, Medium
+
+if TYPE_CHECKING:
+    from frontend_svc.media.fetcher import MediaFetcher
 
 # Larger URLs are decoded in a thread: they could block the event loop for > 1 ms.
 DECODE_INLINE_CHARS = 1 << 18

@@ -19,7 +19,6 @@ from frontend_svc.generation.api import CompletionApi, GenerationApi
 from frontend_svc.generation.constraints import ConstraintChecks
 from frontend_svc.generation.endpoint import GenerationEndpoint
 from frontend_svc.generation.pass_through_endpoint import CompletionEndpoint, PassThroughEndpoint
-from frontend_svc.media.fetcher import MediaFetcher
 from frontend_svc.media.loader import MediaLoader
 from frontend_svc.members import Members
 from frontend_svc.readiness import Readiness
@@ -67,6 +66,9 @@ class ApiDependencies:
         config = endpoints.config
         fetcher = None
         if config.media_urls:
+            # Imported here: its HTTP client delays each start.
+            from frontend_svc.media.fetcher import MediaFetcher
+
             fetcher = MediaFetcher(hosts=config.media_hosts, timeout_s=config.media_timeout_s)
         self.endpoints = endpoints
         self.encode_metrics = encode_metrics
