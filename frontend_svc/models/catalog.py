@@ -28,11 +28,7 @@ from common.trials.trials import Trials
 from frontend_svc.models.adapters import find_adapters, holders, serving
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
-from frontend_svc.models.engine_options import (
-    continues_penalties,
-    engine_names,
-    refused_options,
-)
+from frontend_svc.models.engine_options import EngineTraits, ModelEngines
 from frontend_svc.models.model_waits import ModelWaits
 from frontend_svc.models.model_watch import (
     Action,
@@ -139,9 +135,7 @@ class ModelCatalog:
         self._aliases: Mapping[str, str] = {}
         self._weighted_aliases: WeightedAliases = {}
         # By model; of the present snapshot.
-        self._refused_options: dict[str, frozenset[str]] = {}
-        self._continues_penalties: dict[str, dict[int, bool]] = {}
-        self._engine_names: dict[str, dict[int, str]] = {}
+        self._engines: dict[str, ModelEngines] = {}
         self._pass_through: Sequence[Engine] = ()
         self._configured = frozenset(configured)
         self._request_names = self._configured
@@ -241,32 +235,18 @@ class ModelCatalog:
 
     def refused_options(self, name: str) -> frozenset[str]:
         """Returns the options that all workers of a model or an adapter refuse."""
-        refused = self._refused_options.get(name)
-        if refused is None:
-            refused = self._refused_options[name] = refused_options(self.workers(name))
-        return refused
+        return self._engines_of(name).refused_options
 
-    def continues_penalties(self, name: str, worker_id: int | None) -> bool:
-        """Returns whether a response with penalties may continue on a worker, on no unknown one.
-        None: on each of them; without any, it may wait for one."""
-        found = self._continues_penalties.get(name)
-        if found is None:
-            found = self._continues_penalties[name] = continues_penalties(self.workers(name))
-        if worker_id is not None:
-            return found.get(worker_id, False)
-        return all(found.values())
+    def engine_traits(self, name: str, worker_id: int) -> EngineTraits:
+        """Returns what decides whether a worker of a model or an adapter can continue a response
+        that another one has begun; see `ModelEngines.traits_of`."""
+        return self._engines_of(name).traits_of(worker_id)
 
-    def engine_name(self, name: str, worker_id: int) -> str | None:
-        """Returns the engine of a worker of a model; "": it does not state it. For a worker that
-        the snapshot does not have, the engine of all others, None if they differ."""
-        found = self._engine_names.get(name)
+    def _engines_of(self, name: str) -> ModelEngines:
+        found = self._engines.get(name)
         if found is None:
-            found = self._engine_names[name] = engine_names(self.workers(name))
-        engine = found.get(worker_id)
-        if engine is not None:
-            return engine
-        engines = set(found.values())
-        return None if len(engines) > 1 else "".join(engines)
+            found = self._engines[name] = ModelEngines.of(self.workers(name))
+        return found
 
     def get_for(self, name: str, table: Table) -> ServedModel:
         """`get` for one kind of request; an adapter has the tables of its model. Also returns a
@@ -351,9 +331,7 @@ class ModelCatalog:
         changes: since the snapshot of the call before.
         """
         self._snapshot = snapshot
-        self._refused_options.clear()
-        self._continues_penalties.clear()
-        self._engine_names.clear()
+        self._engines.clear()
         for action in self._watch.follow(changes):
             self._execute(action, self._new_builds)
         self._evict_builds()

@@ -1,10 +1,11 @@
-"""Which options of requests the engines of a model refuse (pure)."""
+"""What the engines of a model refuse of requests, and which responses they continue (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from common.errors import Unsupported
 from common.registry.instances import (
@@ -31,16 +32,49 @@ def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
-def continues_penalties(workers: Iterable[Instance]) -> dict[int, bool]:
-    """Returns by the id of each worker whether it counts the output of another one for penalties. A
-    worker of an earlier release does not, and would not refuse it."""
-    return {worker.id: worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1" for worker in workers}
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What decides whether a worker can continue a response that another one has begun."""
+
+    name: str | None = ""
+    """The engine that computes its tokens; another engine computes other tokens. "": it does not
+    state it, as in earlier releases; None: it cannot be determined."""
+
+    counts_output: bool = False
+    """Whether it counts the output of another worker for penalties. A worker of an earlier release
+    does not, and would not refuse it."""
 
 
-def engine_names(workers: Iterable[Instance]) -> dict[int, str]:
-    """Returns by the id of each worker the engine that computes its tokens. "": it does not state
-    it, as in earlier releases."""
-    return {worker.id: worker.meta.get(ENGINE_META_KEY, "") for worker in workers}
+@dataclass(frozen=True, slots=True)
+class ModelEngines:
+    """The engines of the workers of a model or an adapter, as of one snapshot."""
+
+    refused_options: frozenset[str]
+    """Options of requests that all of them refuse."""
+
+    traits: Mapping[int, EngineTraits]
+    """By the id of the worker."""
+
+    @classmethod
+    def of(cls, workers: Iterable[Instance]) -> Self:
+        workers = tuple(workers)
+        traits = {
+            worker.id: EngineTraits(
+                worker.meta.get(ENGINE_META_KEY, ""),
+                worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1",
+            )
+            for worker in workers
+        }
+        return cls(refused_options(workers), traits)
+
+    def traits_of(self, worker_id: int) -> EngineTraits:
+        """Returns the traits of a worker. One that the snapshot does not have counts as having the
+        engine of all others, None if they differ, and as not counting the output of another one."""
+        known = self.traits.get(worker_id)
+        if known is not None:
+            return known
+        names = {other.name for other in self.traits.values()}
+        return EngineTraits(None if len(names) > 1 else next(iter(names), ""))
 
 
 def check_options(request: PreprocessedRequest, refused: frozenset[str]) -> None:

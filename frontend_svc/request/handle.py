@@ -120,7 +120,7 @@ class RequestHandle:
         self._append_generated_to_query()
         placement = self._placement
         if excluded:
-            reasons = exclusion_reasons(self._gateway.open_circuits(), self.machine.other_engines)
+            reasons = exclusion_reasons(self._gateway.open_circuits(), self.machine.unsuitable)
             placement = placement.excluding(excluded, reasons)
         reply = partial(self._on_decision, attempt)
         self._gateway.router.place(self._key(attempt), placement, reply)

@@ -1,11 +1,10 @@
-"""What one leg changes of a request, and whether a later leg can continue it (pure)."""
+"""What one leg changes of a request (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from common.request.placement import Decision
 from common.request.preprocessed import (
     PreprocessedRequest,
     RoutingHints,
@@ -14,7 +13,7 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegChanges
 from frontend_svc.models.engine_options import LOCAL_FIELDS
-from frontend_svc.request.types import RequestPlan
+from frontend_svc.request.continuation import penalties_in_force
 
 
 def leg_changes(
@@ -51,7 +50,7 @@ def leg_changes(
 def _continued(sampling: SamplingOptions, generated: int) -> SamplingOptions | None:
     """Returns the options of a leg that continues after `generated` tokens; None: unchanged."""
     guided = sampling.guided_decoding
-    has_penalties = any(_penalties(sampling).values())
+    has_penalties = bool(penalties_in_force(sampling))
     if guided is None and not has_penalties:
         return None
     return replace(
@@ -59,15 +58,6 @@ def _continued(sampling: SamplingOptions, generated: int) -> SamplingOptions | N
         guided_decoding=None if guided is None else replace(guided, prefix_tokens=generated),
         prefix_tokens=generated if has_penalties else None,
     )
-
-
-def _penalties(sampling: SamplingOptions) -> dict[str, bool]:
-    """Returns by the name of each penalty whether it is in force."""
-    return {
-        "presence_penalty": bool(sampling.presence_penalty),
-        "frequency_penalty": bool(sampling.frequency_penalty),
-        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
-    }
 
 
 def _stop_conditions_left(
@@ -101,81 +91,3 @@ def worker_hints(routing: RoutingHints | None, dp_rank: int) -> RoutingHints | N
         cache_salt=routing.cache_salt,
     )
     return None if hints == RoutingHints() else hints
-
-
-def placement_blockers(plan: RequestPlan, placed: Decision, engine: str | None) -> str:
-    """Returns why a started response cannot continue on the workers that a router chose, "" if it
-    can: they may have joined after the router was asked.
-
-    engine: of the worker that began it, see `engine_of`.
-    """
-    chosen = [one.worker_id for one in (placed.prefill, placed.worker) if one is not None]
-    blockers = [_penalty_blockers(plan, worker_id) for worker_id in chosen]
-    penalties = _names(dict(part for found in blockers for part in found.items()))
-    return ", ".join(filter(None, (penalties, *other_engines(plan, engine, chosen).values())))
-
-
-def engine_of(plan: RequestPlan, worker_id: int) -> str | None:
-    """Returns the engine of a worker; "" if it does not matter, None if it cannot be determined."""
-    return "" if plan.engine_name is None else plan.engine_name(worker_id)
-
-
-def other_engines(plan: RequestPlan, engine: str | None, workers: Iterable[int]) -> dict[int, str]:
-    """Returns those of the workers on which a response that `engine` began cannot continue, with
-    the reason: two engines compute different tokens from the same ones."""
-    if engine == "":
-        return {}
-    found = {}
-    for worker_id in workers:
-        other = engine_of(plan, worker_id)
-        if other != "" and (other is None or other != engine):
-            names = f"{other or 'unknown'}, not {engine or 'unknown'}"
-            found[worker_id] = f"its engine ({names}, which began the response)"
-    return found
-
-
-def migration_blockers(plan: RequestPlan) -> str:
-    """Returns why a started response cannot continue on another worker, "" if it can.
-
-    It cannot if prompt and generated tokens are not the whole state:
-
-    - several choices or beams;
-    - penalties, which count output apart from the prompt, unless every worker of the model takes
-      output of another one as such;
-    - custom logits processors, for their state;
-    - prompt_embeds, a prompt that ids cannot extend;
-    - log probabilities of the prompt, which the next worker would send again.
-
-    min_tokens is no obstacle: it is reduced by the tokens generated. Nor is guided decoding: an
-    engine that cannot continue a constraint refuses its `prefix_tokens`.
-    """
-    if plan.body is not None:
-        return "its pass-through body"
-    if not plan.migratable:
-        return "its settings"
-    request = plan.request
-    sampling, extra = request.sampling_options, request.extra_args
-    blockers = {
-        "n": sampling.n not in (None, 1),
-        "best_of": sampling.best_of not in (None, 1),
-        "use_beam_search": bool(sampling.use_beam_search),
-        **_penalty_blockers(plan, None),
-        "a custom logits processor": isinstance(extra, dict)
-        and any("processor" in key for key in extra),
-        "prompt_embeds": request.prompt_embeds is not None,
-        "prompt_logprobs": request.output_options.prompt_logprobs is not None,
-    }
-    return _names(blockers)
-
-
-def _penalty_blockers(plan: RequestPlan, worker_id: int | None) -> dict[str, bool]:
-    """Returns by the name of each penalty whether it keeps a started response from a worker. None:
-    from any worker of the model. Workers come and go, so an earlier result may be wrong."""
-    penalties, continues = _penalties(plan.request.sampling_options), plan.continues_penalties
-    if continues is not None and any(penalties.values()) and continues(worker_id):
-        return {}
-    return penalties
-
-
-def _names(blockers: Mapping[str, bool]) -> str:
-    return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)

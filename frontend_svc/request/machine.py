@@ -57,16 +57,17 @@ from common.request.preprocessed import (
     usage,
 )
 from common.request.token_stream import LegChanges, LegRequest, Terminal
-from frontend_svc.errors import NOT_MIGRATABLE
-from frontend_svc.request.leg import Leg, RequestPorts
-from frontend_svc.request.leg_request import (
-    engine_of,
-    leg_changes,
+from frontend_svc.models.engine_options import EngineTraits
+from frontend_svc.request.continuation import (
+    lacking_traits,
     migration_blockers,
-    other_engines,
+    not_migratable,
     placement_blockers,
-    remaining_tokens,
+    traits_of,
+    unsuitable_workers,
 )
+from frontend_svc.request.leg import Leg, RequestPorts
+from frontend_svc.request.leg_request import leg_changes, remaining_tokens
 from frontend_svc.request.retry_policy import (
     ALL_EXCLUDED,
     DRAINING,
@@ -86,6 +87,8 @@ PEER_FAULT_REASONS = frozenset(
 RESPONSIVE_WITHIN_S = 0.5
 # Interval of checks on a slow worker.
 ACCEPT_RECHECK_S = 0.25
+# How the worker of a response ended that another worker was to continue.
+_LOST = "the worker was lost"
 # How long a complete response waits for the report of `cached_tokens`.
 USAGE_WAIT_S = 0.2
 
@@ -140,10 +143,9 @@ class RequestMachine:
         # Workers that failed the request, and those that the current attempt avoids.
         self._excluded: frozenset[int] = frozenset()
         self._exclusions = ExclusionPolicy()
-        # Engine of the worker that has begun the response, see `engine_of`; and by worker, why a
-        # started response cannot continue there.
-        self._engine: str | None = ""
-        self.other_engines: dict[int, str] = {}
+        # Of the worker that has begun the response; and by worker, why it cannot continue there.
+        self._begun_on = EngineTraits()
+        self.unsuitable: dict[int, str] = {}
         self._engine_failures = 0
         # Worker of the first engine failure, and its attempt, until it counts.
         self._suspect: int | None = None
@@ -180,7 +182,7 @@ class RequestMachine:
             placed = _prefill_only(placed)
         self._placed = placed
         if not self.generated:
-            self._engine = engine_of(self.plan, placed.worker.worker_id)
+            self._begun_on = traits_of(self.plan, placed.worker.worker_id)
         if self.plan.is_query_only:
             self._booked = False
             self._finish(FinishReason.STOP, None)
@@ -188,9 +190,9 @@ class RequestMachine:
             self._free_booking()
             message = "a pass-through body cannot run on separate prefill and decode workers"
             self._finish(FinishReason.ERROR, Unsupported("model", message))
-        elif self.generated and (blockers := placement_blockers(self.plan, placed, self._engine)):
+        elif self.generated and (blockers := placement_blockers(self.plan, self._begun_on, placed)):
             self._free_booking()
-            self._finish(FinishReason.ERROR, _not_migratable(blockers))
+            self._finish(FinishReason.ERROR, not_migratable(_LOST, blockers))
         elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_timeout_s)
             self._submit_main(self.plan.pooling, now)
@@ -210,8 +212,8 @@ class RequestMachine:
                 self._place()
         elif not (self._exclusions.waits_after(error) and self._wait_for_worker()):
             self._booked = False
-            if error.reason == ALL_EXCLUDED and self.other_engines:
-                error = _not_migratable(next(iter(self.other_engines.values())))
+            if error.reason == ALL_EXCLUDED and self.unsuitable:
+                error = not_migratable(_LOST, next(iter(self.unsuitable.values())))
             self._finish(FinishReason.ERROR, error)
 
     def place_again(self) -> None:
@@ -450,9 +452,8 @@ class RequestMachine:
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
         elif not is_retryable or self._failures >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
-        elif (self.generated or self._chunks) and (blockers := migration_blockers(self.plan)):
-            message = f"{error.message}; {_cannot_continue(blockers)}"
-            lost = WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
+        elif (self.generated or self._chunks) and (blockers := self._migration_blockers()):
+            lost = not_migratable(error.message, blockers)
             self._finish(FinishReason.ERROR, lost if error.retryable else error)
         elif self._ports.take_retry(error):
             self._migrations += bool(self.generated)
@@ -461,6 +462,14 @@ class RequestMachine:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
             exhausted = Unavailable(message, 1.0, reason="RETRY_BUDGET")
             self._finish(FinishReason.ERROR, exhausted if error.retryable else error)
+
+    def _migration_blockers(self) -> str:
+        """Returns why the started response ends, "" if it continues on another worker. It waits for
+        one if that which began it could have continued it: its like may return."""
+        if blockers := migration_blockers(self.plan):
+            return blockers
+        lacking = lacking_traits(self.plan, self._begun_on, self._begun_on)
+        return "" if not lacking or self._candidates()[0] else lacking
 
     def _retries_internal_error(self, error: MeshError) -> bool:
         """Returns whether the error is the request's first failure of an engine, is internal, and
@@ -502,18 +511,17 @@ class RequestMachine:
         if self.attempt and not self._ports.take_permit():
             return
         # Methods: an operator with keys makes a set, which a compiled module refuses.
-        excluded = self._exclusions.excluded().union(self.other_engines)
+        excluded = self._exclusions.excluded().union(self.unsuitable)
         self._ports.place(self.attempt, excluded)
 
     def _candidates(self) -> tuple[frozenset[int], frozenset[int]]:
         """Returns the workers on which the request can run, and those of them with an open
-        circuit. Sets `other_engines`."""
+        circuit. Sets `unsuitable`."""
         pool, open_circuits = self._ports.members()
         if not self.generated:
             return pool, open_circuits
-        self.other_engines = other_engines(self.plan, self._engine, pool)
-        others = self.other_engines
-        return pool.difference(others), open_circuits.difference(others)
+        self.unsuitable = unsuitable = unsuitable_workers(self.plan, self._begun_on, pool)
+        return pool.difference(unsuitable), open_circuits.difference(unsuitable)
 
     def _wait_for_worker(self) -> bool:
         """Returns whether the request waits for a worker: not if it has waited long enough."""
@@ -646,16 +654,6 @@ class RequestMachine:
             prompt_tokens_details=prompt,
             completion_tokens_details=self._completion_details,
         )
-
-
-def _not_migratable(blockers: str) -> WorkerLost:
-    message = f"the worker was lost; {_cannot_continue(blockers)}"
-    return WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)
-
-
-def _cannot_continue(blockers: str) -> str:
-    text = "the response had started and cannot continue on another worker"
-    return f"{text} because of {blockers}"
 
 
 def _prefill_only(placed: Decision) -> Decision:

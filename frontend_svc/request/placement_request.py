@@ -70,11 +70,11 @@ class PlacementRequest:
 
 
 def exclusion_reasons(
-    open_circuits: Mapping[int, str], other_engines: Mapping[int, str]
+    open_circuits: Mapping[int, str], unsuitable: Mapping[int, str]
 ) -> dict[int, str]:
     """Returns why workers are avoided, by worker. The arguments have the reasons without this."""
     circuits = {one: f"its circuit is open: {text}" for one, text in open_circuits.items()}
-    return {**circuits, **{one: f"it cannot continue: {t}" for one, t in other_engines.items()}}
+    return {**circuits, **{one: f"it cannot continue: {t}" for one, t in unsuitable.items()}}
 
 
 def new_placement(

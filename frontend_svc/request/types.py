@@ -13,6 +13,7 @@ from common.request.preprocessed import (
     FinishReason,
     PreprocessedRequest,
 )
+from frontend_svc.models.engine_options import EngineTraits
 
 Pooling: TypeAlias = Literal["", "embedding", "score"]
 
@@ -36,17 +37,12 @@ class RequestPlan:
     """Seconds, on the clock of the machine's `now` arguments."""
 
     migratable: bool = True
-    """Whether a started response may continue on another worker; `migration_blockers` may still
-    forbid it."""
+    """Whether a started response may continue on another worker; the rules of `continuation.py` may
+    still forbid it."""
 
-    continues_penalties: Callable[[int | None], bool] | None = None
-    """Returns whether a worker of the model counts the output of another one for penalties at
-    present; for None: whether every worker does. None: no worker does."""
-
-    engine_name: Callable[[int], str | None] | None = None
-    """Returns the engine that computes the tokens of a worker of the model at present; "": it does
-    not state it; None: it cannot be determined. Another engine computes other tokens, so a started
-    response continues on the same one only. None: all workers have one engine."""
+    engine_traits: Callable[[int], EngineTraits] | None = None
+    """Returns what decides whether a worker of the model can continue a started response at
+    present. None: all workers have one engine, which counts no output of another worker."""
 
     attempts_max: int = 4
     """Attempts that may fail; those whose worker left as planned do not count."""

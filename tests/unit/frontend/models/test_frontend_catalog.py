@@ -39,6 +39,7 @@ from frontend_svc.models.catalog import (
     REFUSED_S,
     ModelCatalog,
 )
+from frontend_svc.models.engine_options import EngineTraits
 from frontend_svc.models.model_watch import Table as Kind
 from kvmesh.engine.v1 import engine_pb2
 from tests.kit.catalogs import follow_and_load
@@ -141,31 +142,19 @@ async def test_an_adapter_is_a_model_that_differs_from_its_base_only_in_name_and
     assert [models.served_as(name) for name in ("a", "french", "x")] == ["a", "a", "x"]
 
 
-async def test_penalties_continue_on_the_workers_of_the_latest_snapshot_that_state_it() -> None:
+async def test_the_traits_of_a_worker_are_those_of_the_latest_snapshot() -> None:
     models = Table(A).models
-    able = replace(worker(1, A, "french"), meta={CONTINUES_PENALTIES_META_KEY: "1"})
-    assert models.continues_penalties("a", None), "it waits for a worker, which is checked"
-    assert not models.continues_penalties("a", 1)
-    await follow_and_load(models, snapshot(able))
-    assert models.continues_penalties("a", None)
-    await follow_and_load(models, snapshot(able, worker(2, A)))
-    assert not models.continues_penalties("a", None)
-    found = [models.continues_penalties("a", worker_id) for worker_id in (1, 2, 3)]
-    assert found == [True, False, False]
-    assert models.continues_penalties("french", None), "only the first worker has it"
-
-
-async def test_the_engine_of_a_worker_is_that_of_the_latest_snapshot() -> None:
-    models = Table(A).models
-    first = replace(worker(1, A, "french"), meta={ENGINE_META_KEY: "vllm"})
-    assert models.engine_name("a", 1) == "", "no worker states it"
+    stated = {ENGINE_META_KEY: "vllm", CONTINUES_PENALTIES_META_KEY: "1"}
+    first = replace(worker(1, A, "french"), meta=stated)
+    own, peer = EngineTraits("vllm", counts_output=True), EngineTraits("vllm")
+    assert models.engine_traits("a", 1) == EngineTraits(), "no worker states any"
     await follow_and_load(models, snapshot(first))
-    assert [models.engine_name("a", one) for one in (1, 2)] == ["vllm", "vllm"], "the only one"
+    assert [models.engine_traits("a", one) for one in (1, 2)] == [own, peer], "the only one"
     other = replace(worker(2, A), meta={ENGINE_META_KEY: "sglang"})
     await follow_and_load(models, snapshot(first, other, worker(3, A)))
-    found = [models.engine_name("a", one) for one in (1, 2, 3, 4)]
-    assert found == ["vllm", "sglang", "", None], "an earlier release, and a worker not seen yet"
-    assert models.engine_name("french", 4) == "vllm", "only the first worker has it"
+    found = [models.engine_traits("a", one) for one in (1, 2, 3, 4)]
+    assert found == [own, EngineTraits("sglang"), EngineTraits(), EngineTraits(None)]
+    assert models.engine_traits("french", 4) == peer, "only the first worker has it"
 
 
 async def test_a_removed_adapter_is_unavailable_at_first_and_later_unknown() -> None:

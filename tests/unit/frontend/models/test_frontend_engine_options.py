@@ -8,6 +8,7 @@ from common.errors import Unsupported
 from common.registry.card import ModelCard
 from common.registry.instances import (
     CONTINUES_PENALTIES_META_KEY,
+    ENGINE_META_KEY,
     UNSUPPORTED_OPTIONS_META_KEY,
     Instance,
 )
@@ -22,8 +23,9 @@ from common.request.preprocessed import (
 )
 from frontend_svc.models.aliases import find_aliases
 from frontend_svc.models.engine_options import (
+    EngineTraits,
+    ModelEngines,
     check_options,
-    continues_penalties,
     refused_options,
 )
 
@@ -77,7 +79,16 @@ def test_an_alias_belongs_to_the_model_that_sorts_first_unless_the_name_is_taken
     assert find_aliases(cards, {"a", "b", "taken"}) == {"x": "a", "a1": "a", "b1": "b"}
 
 
-def test_penalties_continue_only_on_a_worker_that_states_it() -> None:
-    silent = worker(SEED)
-    able = replace(silent, id=silent.id + 1, meta={CONTINUES_PENALTIES_META_KEY: "1"})
-    assert continues_penalties([able, silent]) == {able.id: True, silent.id: False}
+def test_an_unknown_worker_has_the_engine_of_all_others_and_counts_no_output() -> None:
+    stated = {CONTINUES_PENALTIES_META_KEY: "1", ENGINE_META_KEY: "vllm"}
+    first = replace(worker(SEED), meta={**stated, **worker(SEED).meta})
+    other = replace(first, id=2, meta={ENGINE_META_KEY: "sglang"})
+    engines = ModelEngines.of([first])
+    assert engines.refused_options == {SEED}
+    assert engines.traits_of(1) == EngineTraits("vllm", counts_output=True)
+    assert engines.traits_of(3) == EngineTraits("vllm")
+    engines = ModelEngines.of([first, other])
+    assert [engines.traits_of(id) for id in (2, 3)] == [EngineTraits("sglang"), EngineTraits(None)]
+    silent = ModelEngines.of([worker(SEED)])
+    assert [silent.traits_of(id) for id in (1, 3)] == [EngineTraits(), EngineTraits()]
+    assert ModelEngines.of([]).traits_of(3) == EngineTraits()

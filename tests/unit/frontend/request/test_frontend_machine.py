@@ -48,8 +48,10 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.errors import NOT_MIGRATABLE, http_error
+from frontend_svc.models.engine_options import EngineTraits
+from frontend_svc.request.continuation import lacking_traits, migration_blockers
 from frontend_svc.request.leg import Leg
-from frontend_svc.request.leg_request import leg_changes, migration_blockers
+from frontend_svc.request.leg_request import leg_changes
 from frontend_svc.request.machine import USAGE_WAIT_S, RequestMachine
 from frontend_svc.request.retry_policy import ALL_EXCLUDED, NO_ROUTER
 from frontend_svc.request.types import PassThroughPayload, RequestOutcome, RequestPlan
@@ -781,7 +783,9 @@ def test_a_request_for_zero_tokens_is_complete_only_after_the_workers_terminal()
 )
 def test_a_response_with_all_its_state_in_tokens_can_migrate(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
-    assert migration_blockers(replace(plan(), request=one)) == ""
+    alone = replace(plan(), request=one)
+    assert migration_blockers(alone) == ""
+    assert lacking_traits(alone, EngineTraits(), EngineTraits()) == ""
 
 
 @pytest.mark.parametrize(
@@ -790,9 +794,6 @@ def test_a_response_with_all_its_state_in_tokens_can_migrate(sampling: dict[str,
         {"n": 2},
         {"best_of": 2},
         {"use_beam_search": True},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"repetition_penalty": 1.1},
     ],
 )
 def test_a_response_with_state_outside_its_tokens_cannot_migrate(sampling: dict[str, Any]) -> None:
@@ -802,85 +803,108 @@ def test_a_response_with_state_outside_its_tokens_cannot_migrate(sampling: dict[
 
 
 PENALTIES = SamplingOptions(presence_penalty=0.1, frequency_penalty=-0.1, repetition_penalty=1.1)
+PENALISED = replace(plan().request, sampling_options=PENALTIES)
 
 
-def test_penalties_migrate_where_every_worker_counts_the_output_of_others() -> None:
-    one = replace(plan().request, sampling_options=PENALTIES)
-    able = replace(plan(), request=one, continues_penalties=lambda worker_id: True)
-    assert migration_blockers(able) == ""
-    changes = leg_changes(one, [7, 8])
+def test_a_continued_leg_states_how_many_tokens_count_for_penalties() -> None:
+    changes = leg_changes(PENALISED, [7, 8])
     assert changes["sampling_options"] == replace(PENALTIES, prefix_tokens=2)
-    assert "sampling_options" not in leg_changes(one)
+    assert "sampling_options" not in leg_changes(PENALISED)
     assert "sampling_options" not in leg_changes(plan().request, [7, 8])
 
 
-def penalised(able: dict[int, bool]) -> Fixture:
-    """A response with penalties that worker 11 has begun. able: workers of the model, of which some
-    count the output of others; the test may change it."""
-
-    def continues(worker_id: int | None) -> bool:
-        return all(able.values()) if worker_id is None else able.get(worker_id, False)
-
-    request = replace(plan().request, sampling_options=PENALTIES)
-    fixture = begin(replace(plan(), request=request, continues_penalties=continues))
+def begun_on(traits: dict[int, EngineTraits], *, penalised: bool = False, **more: Any) -> Fixture:
+    """A response that worker 11 has begun. traits: of the workers of its model, which the test may
+    change. penalised: whether it has penalties. more: of the machine."""
+    request = PENALISED if penalised else plan().request
+    fixture = begin(replace(plan(), request=request, engine_traits=traits.__getitem__), **more)
+    fixture.ports.pool = frozenset(traits)
     fixture.run(11, [1, 2])
     return fixture
 
 
-def test_penalties_do_not_migrate_if_a_worker_that_ignores_output_has_joined() -> None:
-    able = {11: True, 12: True}
-    fixture = penalised(able)
-    able[13] = False
-    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
+def not_migratable_error(fixture: Fixture) -> str:
+    """Returns the text of the error with which a response has ended as not migratable."""
     error = fixture.ports.outcome.error
     assert error is not None
     assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
-    assert "presence_penalty" in error.message
-    assert len(fixture.ports.places) == 1
+    return error.message
 
 
-@pytest.mark.parametrize("prefill", [None, Placement(12)], ids=["alone", "as a pair"])
-def test_penalties_do_not_continue_on_a_worker_that_joined_before_the_placement(
-    prefill: Placement | None,
+COUNTS, IGNORES = EngineTraits(counts_output=True), EngineTraits()
+VLLM, SGLANG = EngineTraits("vllm"), EngineTraits("sglang")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "lacking"),
+    [
+        (COUNTS, COUNTS, ""),
+        (IGNORES, COUNTS, ""),
+        (COUNTS, IGNORES, "presence_penalty, frequency_penalty, repetition_penalty"),
+        (replace(VLLM, counts_output=True), replace(SGLANG, counts_output=True), "its engine (s"),
+        (VLLM, SGLANG, "repetition_penalty, its engine (sglang, not vllm, which began the resp"),
+    ],
+)
+def test_what_a_worker_lacks_to_continue_a_response_with_penalties(
+    own: EngineTraits, other: EngineTraits, lacking: str
 ) -> None:
-    able = {11: True, 12: True}
-    fixture = penalised(able)
-    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
-    able[13] = False
-    decision = replace(decided(13), prefill=prefill)
-    fixture.machine.placed(fixture.ports.places[-1][0], decision, 0.0)
-    error = fixture.ports.outcome.error
-    assert error is not None
-    assert error.reason == NOT_MIGRATABLE
-    assert fixture.ports.freed == [0, 1]
-    assert len(fixture.ports.submitted) == 1
+    found = lacking_traits(replace(plan(), request=PENALISED), own, other)
+    assert lacking in found
+    assert bool(lacking) == bool(found)
 
 
 def test_penalties_continue_on_a_worker_that_counts_output_beside_one_that_does_not() -> None:
-    able = {11: True, 12: True}
-    fixture = penalised(able)
-    fixture.ports.leg.lost(WorkerLost("gone", retryable=True))
-    able[13] = False
+    traits = {11: COUNTS, 12: COUNTS}
+    fixture = begun_on(traits, penalised=True)
+    traits[13] = IGNORES
+    fixture.ports.pool = frozenset(traits)
+    fixture.ports.leg.lost(LOST)
+    assert fixture.ports.places[-1] == (1, frozenset({11, 13}))
     fixture.run(12, [3])
     assert fixture.ports.emitted == [1, 2, 3]
     assert not fixture.ports.outcomes
 
 
-def begun_on(engines: dict[int, str | None]) -> Fixture:
-    """A response that worker 11 has begun. engines: of the workers, which the test may change; of
-    others it is not known."""
-    fixture = begin(replace(plan(), engine_name=engines.get))
-    fixture.ports.pool = frozenset(engines)
-    fixture.run(11, [1, 2])
-    return fixture
+def test_penalties_that_a_worker_would_not_count_continue_on_one_that_does() -> None:
+    fixture = begun_on({11: IGNORES, 12: COUNTS}, penalised=True)
+    fixture.ports.leg.lost(LOST)
+    fixture.run(12, [3])
+    assert fixture.ports.emitted == [1, 2, 3]
+
+
+def test_penalties_end_at_once_if_no_worker_counts_output_not_even_that_which_began() -> None:
+    fixture = begun_on({11: IGNORES, 12: IGNORES}, penalised=True)
+    fixture.ports.leg.lost(LOST)
+    assert "gone; the response had started" in not_migratable_error(fixture)
+    assert "presence_penalty" in not_migratable_error(fixture)
+    assert len(fixture.ports.places) == 1
+
+
+@pytest.mark.parametrize("is_penalised", [False, True])
+@pytest.mark.parametrize("prefill", [None, Placement(11)], ids=["alone", "as a pair"])
+def test_a_started_response_is_refused_on_an_unsuitable_worker_that_joined_before_the_placement(
+    prefill: Placement | None, is_penalised: bool
+) -> None:
+    first, joined = (COUNTS, IGNORES) if is_penalised else (SGLANG, VLLM)
+    traits = {11: first}
+    fixture = begun_on(traits, penalised=is_penalised)
+    fixture.ports.leg.lost(LOST)
+    traits[12] = joined
+    decision = replace(decided(12), prefill=prefill)
+    fixture.machine.placed(fixture.ports.places[-1][0], decision, 0.0)
+    engine = "its engine (vllm, not sglang, which began the response)"
+    assert ("presence_penalty" if is_penalised else engine) in not_migratable_error(fixture)
+    assert fixture.ports.freed == [0, 1]
+    assert len(fixture.ports.submitted) == 1
 
 
 def test_a_started_response_avoids_workers_with_another_engine() -> None:
-    fixture = begun_on({11: "vllm", 12: "sglang", 13: "vllm", 14: "", 15: None})
-    assert fixture.machine.other_engines == {}
+    unknown = EngineTraits(None)
+    fixture = begun_on({11: VLLM, 12: SGLANG, 13: VLLM, 14: EngineTraits(), 15: unknown})
+    assert fixture.machine.unsuitable == {}
     fixture.ports.leg.lost(LOST)
     assert fixture.ports.places[-1] == (1, frozenset({11, 12, 15}))
-    assert fixture.machine.other_engines == {
+    assert fixture.machine.unsuitable == {
         12: "its engine (sglang, not vllm, which began the response)",
         15: "its engine (unknown, not vllm, which began the response)",
     }
@@ -889,67 +913,50 @@ def test_a_started_response_avoids_workers_with_another_engine() -> None:
 
 
 def test_a_response_that_has_not_started_is_retried_on_any_engine() -> None:
-    fixture = begin(replace(plan(), engine_name={11: "vllm", 12: "sglang"}.get))
+    traits = {11: VLLM, 12: SGLANG}
+    fixture = begin(replace(plan(), engine_traits=traits.__getitem__))
     fixture.run(11)
     fixture.ports.leg.lost(LOST)
     assert fixture.ports.places[-1] == (1, frozenset({11}))
     fixture.run(12, [7])
     fixture.ports.leg.lost(LOST)
-    assert fixture.machine.other_engines == {}, "no worker is in the pool"
+    assert fixture.machine.unsuitable == {}, "no worker is in the pool"
     fixture.run(11, [8])
-    error = fixture.ports.outcome.error
-    assert error is not None
-    assert "(vllm, not sglang" in error.message, "the last one began it"
+    assert "(vllm, not sglang" in not_migratable_error(fixture), "the last one began it"
 
 
-@pytest.mark.parametrize("prefill", [None, Placement(11)], ids=["alone", "as a pair"])
-def test_a_started_response_is_refused_on_another_engine_that_joined_before_the_placement(
-    prefill: Placement | None,
+@pytest.mark.parametrize("is_penalised", [False, True])
+def test_a_response_that_no_worker_but_its_own_could_continue_waits_for_one(
+    is_penalised: bool,
 ) -> None:
-    engines: dict[int, str | None] = {11: "sglang"}
-    fixture = begun_on(engines)
-    fixture.ports.leg.lost(LOST)
-    engines[12] = "vllm"
-    decision = replace(decided(12), prefill=prefill)
-    fixture.machine.placed(fixture.ports.places[-1][0], decision, 0.0)
-    error = fixture.ports.outcome.error
-    assert error is not None
-    assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
-    assert "its engine (vllm, not sglang, which began the response)" in error.message
-    assert fixture.ports.freed == [0, 1]
-    assert len(fixture.ports.submitted) == 1
-
-
-def test_a_response_that_only_another_engine_could_continue_waits_for_a_worker() -> None:
-    engines: dict[int, str | None] = {11: "sglang", 12: "vllm"}
-    fixture = begin(replace(plan(), engine_name=engines.get), worker_wait_s=5.0)
-    fixture.ports.pool = frozenset(engines)
-    fixture.run(11, [1, 2])
+    suitable, other = (COUNTS, IGNORES) if is_penalised else (SGLANG, VLLM)
+    traits = {11: suitable, 12: other}
+    fixture = begun_on(traits, penalised=is_penalised, worker_wait_s=5.0)
     fixture.ports.leg.lost(LOST)
     assert len(fixture.ports.waits) == 1
     assert len(fixture.ports.places) == 1
-    engines[13] = "sglang"
-    fixture.ports.pool = frozenset(engines)
+    traits[13] = suitable
+    fixture.ports.pool = frozenset(traits)
     fixture.machine.place_again()
     assert fixture.ports.places[-1][1] >= {12}
     fixture.run(13, [3])
     assert fixture.ports.emitted == [1, 2, 3]
 
 
-def test_a_wait_for_a_worker_with_the_engine_ends_with_its_name() -> None:
-    fixture = begun_on({11: "sglang", 12: "vllm"})
+@pytest.mark.parametrize("is_penalised", [False, True])
+def test_a_wait_for_a_suitable_worker_ends_with_what_the_others_lack(is_penalised: bool) -> None:
+    suitable, other = (COUNTS, IGNORES) if is_penalised else (SGLANG, VLLM)
+    fixture = begun_on({11: suitable, 12: other}, penalised=is_penalised)
     fixture.ports.leg.lost(LOST)
     refused = Unavailable("all failed", reason=ALL_EXCLUDED)
     for attempt, _ in tuple(fixture.ports.places[1:]):
         fixture.machine.placement_failed(attempt, refused)
-    error = fixture.ports.outcome.error
-    assert error is not None
-    assert (error.reason, error.retryable) == (NOT_MIGRATABLE, True)
-    assert "its engine (vllm, not sglang, which began the response)" in error.message
+    engine = "its engine (vllm, not sglang, which began the response)"
+    assert ("presence_penalty" if is_penalised else engine) in not_migratable_error(fixture)
 
 
 def test_an_internal_error_of_an_engine_is_not_retried_if_the_others_have_another_one() -> None:
-    fixture = begun_on({11: "sglang", 12: "vllm"})
+    fixture = begun_on({11: SGLANG, 12: VLLM})
     fixture.ports.leg.rejected(InternalError("broken"))
     assert isinstance(fixture.ports.outcome.error, InternalError)
 
