@@ -35,10 +35,14 @@ from batch_svc.store.database import Database, Transaction
 from batch_svc.store.group_commit import GroupCommit
 from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import InvalidRequest, NotFound, Overloaded
+from common.response_refusals import (
+    RESPONSE_TOO_LARGE,
+    not_in_background,
+    not_stored,
+    not_streamed,
+)
 
-RESPONSE_TOO_LARGE: Final = "RESPONSE_TOO_LARGE"
 TENANT_BACKGROUND: Final = "TENANT_BACKGROUND"
-NOT_STREAMED: Final = "NOT_STREAMED"
 # Rows that one transaction removes at most.
 _SWEEP_ROWS: Final = 100
 
@@ -181,8 +185,7 @@ class StoredResponses:
                 raise _not_stored(response_id)
             has_no_request, response, items = rows[0]
             if has_no_request:
-                text = f"the response {response_id!r} did not run in the background"
-                raise InvalidRequest(text, "response_id")
+                raise not_in_background(response_id)
             row = ResponseRow(response_id, bytes(response), split_items(bytes(items)))
             await self._end(transaction, tenant, row, ResponseStatus.CANCELLED)
         return await self.get(tenant, response_id)
@@ -204,8 +207,7 @@ class StoredResponses:
         response, status = rows[0]
         output = await streams.read(self._database, response_id, run, first)
         if output is None:
-            text = f"the response {response_id!r} was not made with 'background' and 'stream'"
-            raise InvalidRequest(text, "stream", reason=NOT_STREAMED)
+            raise not_streamed(response_id)
         shown = _with_status(bytes(response), status)
         return StreamState(shown, status not in NOT_ENDED, output)
 
@@ -390,8 +392,4 @@ def _with_status(response: bytes, status: str) -> bytes:
 
 
 def _not_stored(response_id: str) -> NotFound:
-    text = (
-        f"the response {response_id!r} is not stored: it has expired, was deleted or not stored, "
-        "or was removed because its tenant stores too many"
-    )
-    return NotFound(text, field="response_id")
+    return not_stored(response_id, "its tenant stores too many")

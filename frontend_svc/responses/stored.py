@@ -14,8 +14,14 @@ import grpc.aio
 import structlog
 
 from common.conversation_append import NO_CONVERSATION, Append
-from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, Unsupported
+from common.errors import MeshError, NotFound, Unavailable, Unsupported
 from common.registry.instances import Instance
+from common.response_refusals import (
+    RESPONSE_TOO_LARGE,
+    not_in_background,
+    not_stored,
+    not_streamed,
+)
 from common.rpc import channel as rpc
 from frontend_svc.members import Members
 from frontend_svc.responses.durable import DurableResponses, StreamedOutput
@@ -25,8 +31,6 @@ from kvmesh.frontend.v1 import frontend_pb2, frontend_pb2_grpc
 
 SERVICE_NAME = "kvmesh.frontend.v1.ResponseStoreService"
 PEER_TIMEOUT_S = 5.0
-RESPONSE_TOO_LARGE = "RESPONSE_TOO_LARGE"
-"""The reason of the batch service."""
 
 _FIELD = "response_id"
 
@@ -200,8 +204,7 @@ class StoredResponses:
         if is_durable(response_id) and self._durable is not None:
             return await self._durable.read_stream(response_id, tenant, run, parts, waits=waits)
         await self._get_kept(response_id, tenant)
-        text = f"the response {response_id!r} was not made with 'background' and 'stream'"
-        raise InvalidRequest(text, "stream")
+        raise not_streamed(response_id)
 
     async def cancel(self, response_id: str, tenant: str = "") -> bytes:
         """Ends a response in the background; returns its object. Raises as `get`, and
@@ -209,8 +212,7 @@ class StoredResponses:
         if is_durable(response_id) and self._durable is not None:
             return await self._durable.cancel(response_id, tenant)
         await self._get_kept(response_id, tenant)
-        text = f"the response {response_id!r} did not run in the background"
-        raise InvalidRequest(text, _FIELD)
+        raise not_in_background(response_id)
 
     async def _get_kept(self, response_id: str, tenant: str) -> StoredResponse:
         """Returns a tenant's response in the memory of any frontend."""
@@ -266,11 +268,7 @@ class StoredResponses:
 
 
 def _not_stored(response_id: str) -> NotFound:
-    text = (
-        f"the response {response_id!r} is not stored: it has expired, was deleted or not stored, "
-        "or was removed because the store was full"
-    )
-    return NotFound(text, field=_FIELD)
+    return not_stored(response_id, "the store was full")
 
 
 class ResponseStoreService(frontend_pb2_grpc.ResponseStoreServiceServicer):

@@ -288,7 +288,7 @@ def test_what_is_no_stream_is_refused(mesh: Mesh, client: openai.OpenAI) -> None
     for response_id in (plain, foreground):
         with pytest.raises(openai.BadRequestError, match="'background' and 'stream'") as refused:
             client.responses.retrieve(response_id, stream=True)
-        assert refused.value.param == "stream"
+        assert (refused.value.param, refused.value.code) == ("stream", "not_streamed")
     *_, last = stream(client)
     url = f"{mesh.url}/v1/responses/{last.response.id}"
     for query, param in (

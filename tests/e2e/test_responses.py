@@ -311,6 +311,18 @@ async def test_a_deleted_response_is_gone_at_every_frontend(
             assert raised.value.code == "previous_response_not_found"
 
 
+async def test_what_ran_with_its_client_can_neither_be_streamed_again_nor_cancelled(
+    clients: list[openai.AsyncOpenAI],
+) -> None:
+    response = await whole(clients[0], "Hello", max_output_tokens=2)
+    for client in clients:
+        with pytest.raises(openai.BadRequestError, match="'background' and 'stream'") as raised:
+            await client.responses.retrieve(response.id, stream=True)
+        assert (raised.value.param, raised.value.code) == ("stream", "not_streamed")
+        with pytest.raises(openai.BadRequestError, match="did not run in the background"):
+            await client.responses.cancel(response.id)
+
+
 async def test_a_response_with_store_false_cannot_be_continued(client: openai.AsyncOpenAI) -> None:
     response = await whole(client, "Hello", store=False, max_output_tokens=2)
     with pytest.raises(openai.NotFoundError, match="not stored"):

@@ -11,12 +11,12 @@ import pytest
 from common.conversation_append import NO_CONVERSATION, Append
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.registry.instances import Instance, Snapshot
+from common.response_refusals import RESPONSE_TOO_LARGE
 from common.rpc import channel as rpc
 from frontend_svc.members import Members
 from frontend_svc.responses.ids import response_id
 from frontend_svc.responses.store import ResponseStore, StoredResponse
 from frontend_svc.responses.stored import (
-    RESPONSE_TOO_LARGE,
     PutResult,
     ResponseStoreService,
     StoredResponses,
