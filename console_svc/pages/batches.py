@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from nicegui import ui
 
@@ -26,8 +27,17 @@ _TONES = {"completed": "ok", "failed": "bad", "expired": "bad", "cancelled": "wa
 _RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-COLUMNS: Sequence[Column[BatchView]] = (
-    Column("id", "Batch", lambda row: row.id, lambda row: row.created_s, is_code=True),
+class _Row(Protocol):
+    """What a row of each table has."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def status(self) -> str: ...
+
+
+_OWNER: Sequence[Column[_Row]] = (
     Column("tenant", "Tenant", lambda row: row.tenant or NONE, lambda row: row.tenant),
     Column(
         "status",
@@ -36,6 +46,10 @@ COLUMNS: Sequence[Column[BatchView]] = (
         lambda row: row.status,
         tone=lambda row: _TONES.get(row.status, ""),
     ),
+)
+COLUMNS: Sequence[Column[BatchView]] = (
+    Column("id", "Batch", lambda row: row.id, lambda row: row.created_s, is_code=True),
+    *_OWNER,
     Column("endpoint", "Endpoint", lambda row: row.endpoint, lambda row: row.endpoint),
     Column("total", "Lines", lambda row: count(row.total), lambda row: row.total, is_number=True),
     Column("done", "Done", lambda row: percent(row.done), lambda row: row.done, is_number=True),
@@ -57,14 +71,7 @@ _NO_RESPONSES = (
     "Clients begin one with `client.responses.create(background=True)`.",
 )
 RESPONSE_COLUMNS: Sequence[Column[ResponseCountView]] = (
-    Column("tenant", "Tenant", lambda row: row.tenant or NONE, lambda row: row.tenant),
-    Column(
-        "status",
-        "Status",
-        lambda row: row.status,
-        lambda row: row.status,
-        tone=lambda row: _TONES.get(row.status, ""),
-    ),
+    *_OWNER,
     Column(
         "count", "Responses", lambda row: count(row.count), lambda row: row.count, is_number=True
     ),

@@ -9,27 +9,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# A column reads rows, so that of several kinds of rows is one of each.
+RowT_contra = TypeVar("RowT_contra", contravariant=True)
 
 PAGE_ROWS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Generic[T]):
+class Column(Generic[RowT_contra]):
     """A column of a table."""
 
     name: str
     label: str
-    text: Callable[[T], str]
-    order: Callable[[T], Any] | None = None
+    text: Callable[[RowT_contra], str]
+    order: Callable[[RowT_contra], Any] | None = None
     """What rows are ordered by; None: not by this column. Unknown values are last."""
 
-    href: Callable[[T], str] | None = None
+    href: Callable[[RowT_contra], str] | None = None
     """Where the text leads; "": nowhere."""
 
-    tone: Callable[[T], str] | None = None
+    tone: Callable[[RowT_contra], str] | None = None
     """`ok`, `warn`, `bad`, `unknown` or "": the colour of the text."""
 
-    action: Callable[[T], str] | None = None
+    action: Callable[[RowT_contra], str] | None = None
     """What a button in the cell is called for a screen reader; its label is the text. "": none."""
 
     is_number: bool = False
