@@ -317,6 +317,28 @@ def test_what_remains_for_bodies_of_clients_when_a_server_hangs_or_ends(tmp_path
             assert [post() for _ in range(4)] == [200] * 4
 
 
+@pytest.mark.slow
+def test_the_largest_step_limit_bounds_the_wait_for_a_server_that_never_computed(
+    tmp_path: Path,
+) -> None:
+    with ModelServer("text", step_s=0.002) as first, ModelServer("text", step_s=0.002) as second:
+        flags = ["--engine=openai", f"--server-urls={first.url},{second.url}", "--canary-idle-s=0"]
+        limit = "--step-limit-max-s=2"
+        with TextServersMesh(tmp_path, workers=1, worker_flags=[*flags, limit]) as mesh:
+            first.is_frozen = True
+            body = {"model": MODEL, "prompt": "a", "max_tokens": 5}
+
+            def post(_: int) -> int:
+                # 90 s with the default limit.
+                url = f"{mesh.url}/v1/completions"
+                return mesh.http.post(url, json=body, timeout=60).status_code
+
+            with ThreadPoolExecutor(8) as pool:
+                assert [*pool.map(post, range(8))] == [200] * 8, "they ran at the other one"
+            causes = [one["cause"] for one in mesh.frontend.events("worker_circuit_opened")]
+            assert causes == ["hung"], "some were at the first one"
+
+
 async def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ("10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1")
     found = [(0, 0, 0, "", (host, 8000)) for host in hosts]
