@@ -291,6 +291,21 @@ class Forger(EntrySigner):
         return instance.to_json()
 
 
+def test_a_process_without_the_token_of_its_mesh_never_becomes_routable(mesh: Mesh) -> None:
+    flags = [f"--registry-path={mesh.folder / 'registry'}", "--routable-limit-s=0.1"]
+    flags.append("--metrics-port=0")
+    stranger = Service("worker", flags, mesh.folder, "stranger").wait_ready()
+    try:
+        wait_for(lambda: len(stranger.events("peer_given_up")) == 3, "no peer is waited for")
+        assert stranger.metric("kvmesh_worker_routable") == 0
+        assert stranger.events("routable") == []
+        (warning,) = stranger.events("not_of_mesh")
+        assert "--mesh-token" in warning["reason"]
+    finally:
+        stranger.kill()
+        stranger.close()
+
+
 async def test_an_entry_that_another_member_wrote_for_a_worker_leads_no_request_to_its_address(
     mesh: Mesh,
 ) -> None:

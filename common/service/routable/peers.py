@@ -4,8 +4,8 @@ A member waits for an acknowledgement of each live peer that sends it work, and 
 it needs itself (`waits_for`, by the state of the member). A peer that has not responded for the
 limit is given up: the member does not wait for it, and still names it. Without a limit, a member
 waits until the registry shows it, and a live member of each required role. While the registry has
-entries of other meshes, or of this one if the member has another mesh token, it also waits for a
-member that sends it work, or of another service.
+entries of other meshes, or of this one if the member has another mesh token or none, it also waits
+for a member of its own mesh that sends it work, or of another service.
 
 Invariants: a peer is waited for, given up or acknowledged; an acknowledged peer stays so; peers
 that have left are none of them; a member that is routable stays so, and takes no new peers.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from common.instance_ids import MEMBER_IDS
 from common.registry.instances import Instance, Service, Snapshot, role_of
 
 # The services that send work to a member, by its own.
@@ -31,7 +32,11 @@ _NO_RESPONSE = "it has not responded yet"
 # Without the first, peers that join now would not be waited for.
 _NOT_SHOWN = "the registry does not show it yet"
 _NO_MEMBER = "no live member has this role, which --required-roles names"
-_NOT_OF_MESH = "no other member proves its mesh token, and the registry has entries without a proof"
+_OTHER_TOKEN = (
+    "no other member proves its mesh token (--mesh-token),"
+    " and the registry has entries without a proof"
+)
+_NO_TOKEN = "it has no mesh token (--mesh-token) and no certificates, and the other members do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class Peers:
         # What is missing without being a peer; the member itself while the registry does not show
         # it.
         self._absent: tuple[WaitingPeer, ...] = ()
+        self.not_of_mesh = ""
+        """Why the member may be of another mesh than the registry's members; "": it is not."""
 
     def follow(
         self, snapshot: Snapshot, waits_for: Callable[[Instance], bool], now: float
@@ -125,6 +132,7 @@ class Peers:
         self._acknowledged &= present.keys()
         if self.is_done:
             return ()
+        self.not_of_mesh = "" if self.is_leaving else self._find_other_mesh(snapshot)
         self._absent = () if self.is_leaving else tuple(self._find_absent(snapshot))
         senders = SENDERS[self._member.service]
         new_senders = []
@@ -198,16 +206,27 @@ class Peers:
         member, present = self._member, snapshot.instances.values()
         if all(instance.id != member.id for instance in present):
             yield WaitingPeer(member.id, member.stable_name, member.service, _NOT_SHOWN)
-        others = {instance.service for instance in present} - {member.service}
-        senders = SENDERS[member.service]
-        if snapshot.has_unauthenticated and not (
-            others.intersection(senders) if senders else others
-        ):
-            yield WaitingPeer(member.id, member.stable_name, member.service, _NOT_OF_MESH)
+        if self.not_of_mesh:
+            yield WaitingPeer(member.id, member.stable_name, member.service, self.not_of_mesh)
         roles = {role_of(instance) for instance in present}
         for role in self._required:
             if role not in roles:
                 yield WaitingPeer(0, "", role, _NO_MEMBER)
+
+    def _find_other_mesh(self, snapshot: Snapshot) -> str:
+        """Returns why the member may be of another mesh, "" if it is not. The registry has entries
+        that it cannot check, or members with keys while it has none; and none of its own mesh sends
+        it work, or is of another service."""
+        member, present = self._member, snapshot.instances.values()
+        has_key = member.id in MEMBER_IDS
+        own = [one for one in present if has_key or one.id not in MEMBER_IDS]
+        others = {instance.service for instance in own} - {member.service}
+        senders = SENDERS[member.service]
+        if others.intersection(senders) if senders else others:
+            return ""
+        if len(own) < len(present):
+            return _NO_TOKEN
+        return _OTHER_TOKEN if snapshot.has_unauthenticated else ""
 
     def _left_s(self, peer: _Peer, now: float) -> float:
         return peer.responded_at + self._limit_s - now

@@ -80,6 +80,8 @@ class RoutableWatch:
         self._peers: Peers | None = None
         self._changed = asyncio.Event()
         self._is_announced = False
+        # The reason that was logged last.
+        self._not_of_mesh = ""
         self._task: asyncio.Task[None] | None = None
         lifecycle.health.await_routable()
 
@@ -96,7 +98,7 @@ class RoutableWatch:
         snapshot = await self._registry.snapshot(member.namespace)
         senders: tuple[Instance, ...] = ()
         if snapshot.revision:
-            senders = peers.follow(snapshot, self._is_needed, self._clock())
+            senders = self._follow(peers, snapshot)
             await self._announce(peers)
         if not peers.is_complete:
             # Without the request id and the deadline of a call that makes the process join again.
@@ -142,7 +144,7 @@ class RoutableWatch:
                 tasks.append(group.create_task(self._call(peers, peer)))
 
             def take(snapshot: Snapshot, _: SnapshotDiff) -> None:
-                for peer in peers.follow(snapshot, self._is_needed, self._clock()):
+                for peer in self._follow(peers, snapshot):
                     begin(peer)
                 self._changed.set()
 
@@ -155,6 +157,15 @@ class RoutableWatch:
                 await self._announce(peers)
             for task in tasks:
                 task.cancel()
+
+    def _follow(self, peers: Peers, snapshot: Snapshot) -> tuple[Instance, ...]:
+        """Gives the peers the live members; returns the new senders. Logs once if this process is
+        of another mesh: it would wait for ever."""
+        senders = peers.follow(snapshot, self._is_needed, self._clock())
+        if peers.not_of_mesh and peers.not_of_mesh != self._not_of_mesh:
+            LOG.warning("not_of_mesh", reason=peers.not_of_mesh)
+        self._not_of_mesh = peers.not_of_mesh
+        return senders
 
     async def _call(self, peers: Peers, peer: Instance) -> None:
         """Calls a peer until it acknowledges this process or has left."""

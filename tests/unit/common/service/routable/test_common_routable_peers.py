@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.instance_ids import MEMBER_IDS
 from common.registry.instances import Instance, Service
 from common.service.routable.peers import SENDERS, Peers
 from tests.kit.instances import snapshot_of
@@ -99,6 +100,33 @@ def test_a_member_that_proves_only_its_own_service_is_not_routable_beside_unprov
     beside = replace(snapshot_of(instance, twin, suffices), has_unauthenticated=True)
     for peer in peers.follow(beside, needs_nothing, 100.0):
         peers.responded(peer.id, "", 100.0)
+    assert is_routable(peers)
+
+
+@pytest.mark.parametrize(
+    ("instance", "suffices"),
+    [(WORKER, FRONTEND), (ROUTER, FRONTEND), (INDEXER, ROUTER), (FRONTEND, WORKER)],
+)
+def test_a_member_without_a_key_is_not_routable_beside_members_that_have_one(
+    instance: Instance, suffices: Instance
+) -> None:
+    peers = joining(instance)
+    with_keys = [replace(one, id=MEMBER_IDS.start + one.id) for one in ALL.instances.values()]
+    for peer in peers.follow(snapshot_of(instance, *with_keys), needs_nothing, 0.0):
+        peers.failed(peer.id, "it refuses", LIMIT_S)
+    assert "--mesh-token" in missing(peers)[instance.id]
+    assert not is_routable(peers)
+    # Another one without a key: both are of one mesh.
+    peers.follow(snapshot_of(instance, suffices, *with_keys), needs_nothing, LIMIT_S)
+    peers.responded(suffices.id, "", LIMIT_S)
+    assert is_routable(peers)
+
+
+def test_a_member_with_a_key_is_routable_beside_members_without_one() -> None:
+    peers = joining(replace(WORKER, id=MEMBER_IDS.start))
+    members = snapshot_of(replace(WORKER, id=MEMBER_IDS.start), FRONTEND)
+    for peer in peers.follow(members, needs_nothing, 0.0):
+        peers.responded(peer.id, "", 0.0)
     assert is_routable(peers)
 
 
