@@ -13,13 +13,13 @@ from random import Random
 from typing import Final
 
 import grpc
-import grpc.aio
 
-from common.errors import Conflict, InvalidRequest
+from common.errors import Conflict
 from common.registry.instances import Instance
 from common.registry.registry import Registry
 from common.rpc import channel as rpc
 from common.rpc.interceptors import RunningCalls
+from common.runtime.certificates import CertificateFiles
 from common.runtime.member_key import MemberKey
 from common.service.base import ServiceApp
 from common.service.lifecycle import Lifecycle, ServiceInfo
@@ -78,6 +78,7 @@ class EppApp(ServiceApp[EppConfig]):
             self._aliases = AliasFile(config.aliases, mesh.models.use_aliases)
         self.metrics = Metrics(lambda: self._picker.open_requests, lambda: mesh.router.unrouted)
         self._picker = Picker(self._placing, self.metrics, config)
+        self._certificates = _certificates(config)
         self._gateway_calls = RunningCalls()
         self._gateway_server = rpc.server(calls=self._gateway_calls)
         self.ext_proc_address = ""
@@ -117,14 +118,14 @@ class EppApp(ServiceApp[EppConfig]):
         await self._gateway_server.start()
 
     def _bind_gateways(self) -> int:
-        """Returns the port for gateways. Raises InvalidRequest for certificates that cannot be
-        read, and Conflict if the address cannot be bound."""
+        """Returns the port for gateways. Raises Conflict if the address cannot be bound."""
         config = self._config
         rpc.check_bindable(config.ext_proc_host, config.ext_proc_port, "ext_proc_port")
         address = rpc.join_address(config.ext_proc_host, config.ext_proc_port)
         try:
-            if (credentials := _credentials(config)) is None:
+            if self._certificates is None:
                 return self._gateway_server.add_insecure_port(address)
+            credentials = rpc.server_credentials(self._certificates)
             return self._gateway_server.add_secure_port(address, credentials)
         except RuntimeError as error:
             text = f"cannot bind {address}: {error}"
@@ -150,6 +151,10 @@ class EppApp(ServiceApp[EppConfig]):
     def _is_in_progress(self, peer: Instance) -> bool:
         return self._mesh.acknowledgement.is_in_progress(peer)
 
+    def _certificate_files(self) -> dict[str, CertificateFiles]:
+        own = {} if self._certificates is None else {"ext_proc_tls_cert_path": self._certificates}
+        return {**super()._certificate_files(), **own}
+
     async def drain(self, grace_s: float) -> Sequence[str]:
         """Refuses new streams of gateways, waits for the open ones, then stops the other port."""
         names = await rpc.stop(self._gateway_server, grace_s, self._gateway_calls)
@@ -160,17 +165,10 @@ class EppApp(ServiceApp[EppConfig]):
         await super().close()
 
 
-def _credentials(config: EppConfig) -> grpc.ServerCredentials | None:
-    """Returns the certificates of the port for gateways; None: it has no TLS. Raises
-    InvalidRequest with the setting of a file that cannot be read."""
-    contents: list[bytes | None] = []
-    for name in ("ext_proc_tls_key_path", "ext_proc_tls_cert_path", "ext_proc_tls_ca_path"):
-        path = getattr(config, name)
-        try:
-            contents.append(None if path is None else path.read_bytes())
-        except OSError as error:
-            raise InvalidRequest(f"{path} cannot be read: {error.strerror}", name) from error
-    key, cert, ca = contents
-    if key is None or cert is None:
-        return None
-    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+def _certificates(config: EppConfig) -> CertificateFiles | None:
+    """Returns the files of the port for gateways; None: it has no TLS. Raises InvalidRequest with
+    the setting of a file that cannot be used."""
+    settings = ("ext_proc_tls_cert_path", "ext_proc_tls_key_path", "ext_proc_tls_ca_path")
+    found = {setting: getattr(config, setting) for setting in settings}
+    paths = {setting: path for setting, path in found.items() if path is not None}
+    return CertificateFiles(paths) if paths else None

@@ -280,7 +280,7 @@ def bind(
     try:
         if security.files is None:
             return grpc_server.add_insecure_port(address)
-        return grpc_server.add_secure_port(address, _server_credentials(security.files))
+        return grpc_server.add_secure_port(address, server_credentials(security.files))
     except RuntimeError as error:
         raise Conflict(f"cannot bind {address}: {error}", reason="ADDRESS_IN_USE") from error
 
@@ -293,8 +293,9 @@ def check_open_host(host: str, security: Security) -> None:
         )
 
 
-def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Returns credentials that require a certificate of clients, and follow the files."""
+def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Returns credentials that follow the files. They require a certificate of clients if the files
+    have authorities."""
     used = files.newest()
 
     # In each handshake, in a thread of grpc.
@@ -307,12 +308,12 @@ def _server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _server_configuration(used),
         cast(Callable[[], grpc.ServerCertificateConfiguration], fetch),
-        require_client_authentication=True,
+        require_client_authentication=bool(used.ca),
     )
 
 
 def _server_configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca or None)
 
 
 def own_addresses(host: str, port: int, advertise_host: str | None = None) -> set[str]:

@@ -80,7 +80,40 @@ async def test_a_certificate_that_cannot_be_read_is_named() -> None:
         ext_proc_tls_cert_path=missing,
         ext_proc_tls_key_path=missing,
     )
-    with pytest.raises(InvalidRequest, match=r"/none\.pem cannot be read") as caught:
+    with pytest.raises(InvalidRequest, match=r"cannot read /none\.pem") as caught:
         async with living(EppApp(config, registry=MemoryRegistry()), registered=False):
             pass
-    assert caught.value.field == "ext_proc_tls_key_path"
+    assert caught.value.field == "ext_proc_tls_cert_path"
+
+
+async def test_a_renewed_certificate_is_used_for_new_connections_without_a_restart(
+    tmp_path: Path,
+) -> None:
+    authority, next_authority = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    cert, key = authority.issue("picker")
+    config = EppConfig(
+        registry="memory",
+        ext_proc_port=0,
+        ext_proc_tls_cert_path=cert,
+        ext_proc_tls_key_path=key,
+    )
+
+    def trusting(one: Authority, app: EppApp) -> grpc.aio.Channel:
+        credentials = grpc.ssl_channel_credentials(one.ca.read_bytes())
+        # A channel of its own, not that of the same address before.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return grpc.aio.secure_channel(app.ext_proc_address, credentials, options=options)
+
+    async with (
+        living(EppApp(config, registry=MemoryRegistry()), registered=False) as app,
+        trusting(authority, app) as before,
+    ):
+        assert await status_of(before) == 404
+        for old, new in zip((cert, key), next_authority.issue("picker"), strict=True):
+            old.write_bytes(new.read_bytes())
+        async with trusting(next_authority, app) as after:
+            assert await status_of(after) == 404
+        assert await status_of(before) == 404, "an open connection stays"
+        async with trusting(authority, app) as unknown:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await status_of(unknown)
