@@ -14,7 +14,12 @@ from common.registry.instances import (
     UNSUPPORTED_OPTIONS_META_KEY,
     Instance,
 )
-from common.request.preprocessed import PreprocessedRequest, option_names, unsupported_fields
+from common.request.preprocessed import (
+    CONSTRAINT_PREFIX,
+    PreprocessedRequest,
+    option_names,
+    unsupported_fields,
+)
 
 LocalField = Literal[
     "router_config_override", "agent_context", "request_timestamp_ms", "mm_routing_info"
@@ -25,11 +30,12 @@ LOCAL_FIELDS: tuple[LocalField, ...] = get_args(LocalField)
 
 def refused_options(workers: Iterable[Instance]) -> frozenset[str]:
     """Returns the options that every worker refuses; empty if a worker does not report its own."""
-    sets = [
-        frozenset(worker.meta.get(UNSUPPORTED_OPTIONS_META_KEY, "").split(","))
-        for worker in workers
-    ]
+    sets = [_refused_by(worker) for worker in workers]
     return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def _refused_by(worker: Instance) -> frozenset[str]:
+    return frozenset(worker.meta.get(UNSUPPORTED_OPTIONS_META_KEY, "").split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,10 @@ class EngineTraits:
     counts_output: bool = False
     """Whether it counts the output of another worker for penalties. A worker of an earlier release
     does not, and would not refuse it."""
+
+    continues_constraints: bool = True
+    """Whether a constraint continues there after the output of another worker. One that does not
+    state it refuses such a request itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class ModelEngines:
             worker.id: EngineTraits(
                 worker.meta.get(ENGINE_META_KEY, ""),
                 worker.meta.get(CONTINUES_PENALTIES_META_KEY) == "1",
+                CONSTRAINT_PREFIX not in _refused_by(worker),
             )
             for worker in workers
         }

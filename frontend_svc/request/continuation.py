@@ -31,10 +31,15 @@ def lacking_traits(plan: RequestPlan, begun_on: EngineTraits, worker: EngineTrai
       that does not state its engine counts as any.
     - For penalties, which count output apart from the prompt: that it takes output of another
       worker as such.
+    - For a constraint: that it continues there after the output of another worker.
 
     begun_on: of the worker that began the response.
     """
-    lacking = [] if worker.counts_output else penalties_in_force(plan.request.sampling_options)
+    sampling = plan.request.sampling_options
+    lacking = [] if worker.counts_output else penalties_in_force(sampling)
+    guided = sampling.guided_decoding
+    if not (guided is None or guided.best_effort or worker.continues_constraints):
+        lacking.append("guided_decoding")
     own, other = begun_on.name, worker.name
     if "" not in (own, other) and (other is None or other != own):
         names = f"{other or 'unknown'}, not {own or 'unknown'}"
@@ -70,8 +75,7 @@ def migration_blockers(plan: RequestPlan) -> str:
     - prompt_embeds, a prompt that ids cannot extend;
     - log probabilities of the prompt, which the next worker would send again.
 
-    min_tokens is no obstacle: it is reduced by the tokens generated. Nor is guided decoding: an
-    engine that cannot continue a constraint refuses its `prefix_tokens`.
+    min_tokens is no obstacle: it is reduced by the tokens generated.
     """
     if plan.body is not None:
         return "its pass-through body"

@@ -169,6 +169,20 @@ async def test_errors_name_the_server_and_the_setting() -> None:
             await engine.cleanup()
 
 
+async def test_a_server_with_a_key_needs_it_and_gets_it_with_each_call() -> None:
+    with ModelServer("sglang") as server:
+        server.key = "secret"
+        engine = ServerEngine(ServerConfig(server.url))
+        with pytest.raises(Unavailable, match="401: Unauthorized; set --server-key"):
+            await engine.start(1)
+        await engine.cleanup()
+        engine = ServerEngine(ServerConfig(server.url, key="secret"))
+        await engine.start(1)
+        output = (await collect(engine, max_tokens=2))[-1]
+        await engine.cleanup()
+        assert output.finish_reason is FinishReason.LENGTH
+
+
 async def test_a_server_that_ends_fails_its_requests_and_may_come_back() -> None:
     with ModelServer("sglang", step_s=0.02) as server:
         engine = ServerEngine(ServerConfig(server.url))
@@ -398,6 +412,24 @@ def test_streams_continue_on_another_server_and_the_file_adds_and_removes_server
                 assert mesh.post_completion("still", prompt, model=MODEL).status_code == 200
                 worker.send(signal.SIGTERM)
                 assert worker.wait() == 0
+
+
+@pytest.mark.slow
+def test_a_constrained_stream_of_a_lost_server_ends_with_an_error_to_be_retried(
+    tmp_path: Path,
+) -> None:
+    with ModelServer("sglang", step_s=0.03) as first, ModelServer("sglang", step_s=0.03) as second:
+        flags = ["--engine=openai", f"--server-urls={first.url},{second.url}"]
+        with ServersMesh(tmp_path, workers=1, worker_flags=flags) as mesh:
+            body = {"model": MODEL, "prompt": "a", "max_tokens": 400, "stream": True}
+            body |= {"guided_regex": "[a-z]{300}"}
+            url = f"{mesh.url}/v1/completions"
+            with mesh.http.stream("POST", url, json=body) as response:
+                events = (line for line in response.iter_lines() if line.startswith("data: {"))
+                assert next(events), "it has begun"
+                (first if first.running else second).close()
+                *_, last = events
+            assert json.loads(last[6:])["error"]["code"] == "not_migratable"
 
 
 @pytest.mark.slow

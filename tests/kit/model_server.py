@@ -65,6 +65,8 @@ class ModelServer:
         self.aborted: list[str] = []
         self.running = 0
         self.loras: dict[str, str] = {}
+        # Of all its calls; empty: it needs none.
+        self.key = ""
         # Whether it neither answers nor computes.
         self.is_frozen = False
         # Of "vllm": the publishers of KV events by rank, as it states them; None: it does not.
@@ -128,6 +130,9 @@ class ModelServer:
                 method, path, _ = head[0].split(" ")
                 body = await _read_body(reader, head)
                 await self._pause(0)
+                if self.key and f"authorization: bearer {self.key}" not in map(str.lower, head):
+                    self._write(writer, 401, {"error": "Unauthorized"})
+                    return
                 await self._route(writer, method, path, json.loads(body) if body else {})
                 await writer.drain()
         finally:

@@ -12,7 +12,12 @@ from common.request.preprocessed.codecs import load_json_text, to_json, to_json_
 from common.request.preprocessed.media import BlockExtraInfo, MediaRawUrl, MediaUrl, MmObject
 from common.request.preprocessed.media import MmRoutingInfo, MultimodalData, NixlDescriptor
 from common.request.preprocessed.media import RdmaMediaDataDescriptor, check_absolute_url
-from common.request.preprocessed.options import PENALTY_PREFIX, GuidedDecoding, OutputOptions
+from common.request.preprocessed.options import (
+    CONSTRAINT_PREFIX,
+    PENALTY_PREFIX,
+    GuidedDecoding,
+    OutputOptions,
+)
 from common.request.preprocessed.options import SamplingOptions, StopConditions
 from common.request.preprocessed.request import BootstrapInfo, PreprocessedEmbeddingRequest
 from common.request.preprocessed.request import PreprocessedRequest, RequestTracker

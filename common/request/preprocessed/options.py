@@ -12,6 +12,9 @@ from common.request.preprocessed.codecs import I32, I64, SKIP, U32, JsonValue, n
 PENALTY_PREFIX: Final = "sampling_options.prefix_tokens"
 """The field by which penalties count the output of another worker."""
 
+CONSTRAINT_PREFIX: Final = "sampling_options.guided_decoding.prefix_tokens"
+"""The field by which a constraint continues after the output of another worker."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:

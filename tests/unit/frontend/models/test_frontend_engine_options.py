@@ -13,6 +13,7 @@ from common.registry.instances import (
     Instance,
 )
 from common.request.preprocessed import (
+    CONSTRAINT_PREFIX,
     GuidedDecoding,
     PreprocessedRequest,
     RoutingHints,
@@ -92,3 +93,8 @@ def test_an_unknown_worker_has_the_engine_of_all_others_and_counts_no_output() -
     silent = ModelEngines.of([worker(SEED)])
     assert [silent.traits_of(id) for id in (1, 3)] == [EngineTraits(), EngineTraits()]
     assert ModelEngines.of([]).traits_of(3) == EngineTraits()
+
+
+def test_a_worker_that_refuses_continued_constraints_states_it() -> None:
+    traits = ModelEngines.of([worker(CONSTRAINT_PREFIX)]).traits_of(1)
+    assert traits == EngineTraits(continues_constraints=False)

@@ -35,6 +35,7 @@ from common.request.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
     FinishReason,
+    GuidedDecoding,
     OutputOptions,
     PrefillResult,
     PreprocessedRequest,
@@ -878,6 +879,17 @@ def test_penalties_end_at_once_if_no_worker_counts_output_not_even_that_which_be
     assert "gone; the response had started" in not_migratable_error(fixture)
     assert "presence_penalty" in not_migratable_error(fixture)
     assert len(fixture.ports.places) == 1
+
+
+def test_a_constraint_continues_only_on_a_worker_that_does_not_refuse_it() -> None:
+    refuses = EngineTraits(continues_constraints=False)
+    sampling = SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))
+    one = replace(plan(), request=replace(plan().request, sampling_options=sampling))
+    assert lacking_traits(one, refuses, refuses) == "guided_decoding"
+    assert lacking_traits(one, refuses, EngineTraits()) == ""
+    hint = replace(sampling, guided_decoding=GuidedDecoding(regex="a+", best_effort=True))
+    best = replace(one, request=replace(one.request, sampling_options=hint))
+    assert lacking_traits(best, refuses, refuses) == ""
 
 
 @pytest.mark.parametrize("is_penalised", [False, True])
