@@ -93,6 +93,12 @@ DEFECTS: Mapping[str, tuple[str, str, str]] = {
     "scaling": ("sglang-gpu", 'role="decode"', 'role="aggregated"'),
     "scaling/limits": ("sglang-hpa", "maxReplicas: 16", "maxReplicas: 8"),
     "monitoring": ("ha", "replacement: kvmesh", "replacement: mesh"),
+    "monitoring/targets": (
+        "gateway-istio",
+        "//metrics-targets.kvmesh:9464",
+        "//frontend.kvmesh:80",
+    ),
+    "monitoring/adapter": ("gateway-istio", "regex: adapter-.+", "regex: picker-.+"),
     "topology": ("sglang-gpu", "value: zone=$(ZONE)", "value: rack=$(ZONE)"),
     "namespaces": ("sim", "pod-security.kubernetes.io/enforce: restricted", "kvmesh.io/x: y"),
     "gateway": ("gateway", "targetPort: ext-proc", "targetPort: health"),

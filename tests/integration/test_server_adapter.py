@@ -375,6 +375,16 @@ class ServersMesh(Mesh):
         return is_ready and len(self.known_instance_ids("worker")) == 2
 
 
+def scrape_workers(mesh: Mesh) -> list[str]:
+    """Returns the metrics of the workers that a frontend lists to Prometheus."""
+    texts = []
+    for group in mesh.http.get(f"{mesh.url}/v1/internal/metrics-targets").json():
+        labels, (address,) = group["labels"], group["targets"]
+        url = f"{labels['__scheme__']}://{address}{labels['__metrics_path__']}"
+        texts.append(mesh.http.get(url).text)
+    return [text for text in texts if "kvmesh_worker_open_requests" in text]
+
+
 def read_events(response: httpx.Response) -> list[Any]:
     lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
@@ -392,6 +402,8 @@ def test_streams_continue_on_another_server_and_the_file_adds_and_removes_server
         flags = ["--engine=openai", f"--server-file={urls}", "--metrics-port=0"]
         with ServersMesh(tmp_path, workers=1, worker_flags=flags) as mesh:
             (worker,) = mesh.workers
+            ids, scraped = mesh.known_instance_ids("worker"), "".join(scrape_workers(mesh))
+            assert all(f'"{id}"' in scraped for id in ids), "each server is a target of Prometheus"
             body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True}
             body |= {"stream": True, "nvext": {"extra_fields": ["completion_token_ids"]}}
             url = f"{mesh.url}/v1/completions"

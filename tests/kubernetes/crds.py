@@ -53,13 +53,15 @@ _SELECTOR: Final = _object(
     },
 )
 _RELABELING: Final = _object({"targetLabel": _TEXT}, {"replacement": _TEXT, "sourceLabels": _NAMES})
+_KEEP: Final = _object({"action": {"const": "keep"}, "sourceLabels": _NAMES, "regex": _TEXT})
+_AUTHORIZATION: Final = _object(
+    {"type": {"const": "Bearer"}, "credentials": _object({"name": _TEXT, "key": _TEXT})}
+)
 _ENDPOINT: Final = _object(
     {
         "port": _TEXT,
         "interval": _DURATION,
-        "authorization": _object(
-            {"type": {"const": "Bearer"}, "credentials": _object({"name": _TEXT, "key": _TEXT})}
-        ),
+        "authorization": _AUTHORIZATION,
         "relabelings": {"type": "array", "items": _RELABELING},
     }
 )
@@ -67,6 +69,21 @@ _MONITOR: Final = _object(
     {
         "selector": _SELECTOR,
         "podMetricsEndpoints": {"type": "array", "items": _ENDPOINT, "minItems": 1},
+    }
+)
+_TARGETS: Final = _object(
+    {
+        "url": {"type": "string", "pattern": "^https?://"},
+        "refreshInterval": _DURATION,
+        "authorization": _AUTHORIZATION,
+    }
+)
+_SCRAPE: Final = _object(
+    {
+        "httpSDConfigs": {"type": "array", "items": _TARGETS, "minItems": 1},
+        "authorization": _AUTHORIZATION,
+        "scrapeInterval": _DURATION,
+        "relabelings": {"type": "array", "items": {"anyOf": [_RELABELING, _KEEP]}},
     }
 )
 _RULE: Final = _object(
@@ -204,6 +221,7 @@ SCHEMAS: Final[Mapping[tuple[str, str], Schema]] = {
     key: _resource(*key, spec)
     for key, spec in {
         ("monitoring.coreos.com/v1", "PodMonitor"): _MONITOR,
+        ("monitoring.coreos.com/v1alpha1", "ScrapeConfig"): _SCRAPE,
         ("monitoring.coreos.com/v1", "PrometheusRule"): _RULES,
         ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
         ("inference.networking.k8s.io/v1", "InferencePool"): _POOL,

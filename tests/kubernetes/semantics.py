@@ -29,6 +29,7 @@ from common.service.lifecycle import (
 from epp_svc.app import LIVE_SERVICE, READY_SERVICES
 from epp_svc.config import EppConfig
 from frontend_svc.config import FrontendConfig
+from frontend_svc.routes.table import ROUTES
 from router_svc.config import RouterConfig
 from tests.kit.images import CONFIGS, ROOT, read_container_config
 from tests.kubernetes import network
@@ -485,15 +486,12 @@ def monitoring(manifests: Manifests) -> list[str]:
             found.append(f"the monitor selects {[hit.name for hit in hits]}")
         (endpoint,) = spec["podMetricsEndpoints"]
         found += [f"{hit.name} has no metrics" for hit in hits if "metrics" not in hit.ports]
-        credentials = endpoint["authorization"]["credentials"]
-        key = manifests.pods[0].secrets.get(credentials["name"], {}).get(credentials["key"])
-        keys = {config.metrics_key for _, config in _configs(manifests)}
-        if key is None or {key.decode()} != keys:
-            found.append("the monitor has another key than the services")
+        found += _key_problems(manifests, endpoint["authorization"])
         labels = {r["targetLabel"]: r for r in endpoint["relabelings"]}
         job, instance = labels["job"]["replacement"], labels["instance"]["sourceLabels"]
         if (job, instance) != ("kvmesh", ["__meta_kubernetes_pod_name"]):
             found.append(f"alerts expect other labels than {labels}")
+        found += _adapter_problems(manifests)
     alerts = yaml.safe_load((ROOT / "deploy/observability/alerts.yml").read_text())
     for rule in manifests.of_kind("PrometheusRule"):
         if rule["spec"] != alerts:
@@ -501,6 +499,47 @@ def monitoring(manifests: Manifests) -> list[str]:
     if _SCALED not in {metric.name for metric in catalog()}:
         found.append(f"no service has the metric {_SCALED}")
     return found
+
+
+def _adapter_problems(manifests: Manifests) -> list[str]:
+    """A frontend lists the workers of adapters to Prometheus, which reads no other member there."""
+    found = []
+    services = {item["metadata"]["name"]: item["spec"] for item in manifests.of_kind("Service")}
+    (scrape,) = (item["spec"] for item in manifests.of_kind("ScrapeConfig"))
+    (source,) = scrape["httpSDConfigs"]
+    url = urlsplit(source["url"])
+    name, _, namespace = str(url.hostname).partition(".")
+    service = services.get(name, {"selector": {}, "ports": []})
+    hits = {hit.component for hit in manifests.selected({"matchLabels": service["selector"]})}
+    port = {entry["port"]: entry["targetPort"] for entry in service["ports"]}.get(url.port)
+    if (namespace, hits, port) != (NAMESPACE, {"frontend"}, "metrics"):
+        found.append(f"{source['url']} is not the port of the metrics of frontends")
+    if url.path not in {route.path for route in ROUTES}:
+        found.append(f"frontends have no {url.path}")
+    found += _key_problems(manifests, source["authorization"])
+    found += _key_problems(manifests, scrape["authorization"])
+    keep, job = scrape["relabelings"]
+    kept = {
+        pod.component
+        for pod in manifests.services
+        # As `ServersApp` names the worker of a server.
+        if re.fullmatch(keep["regex"], f"{pod.name}-6d4c-x7k2p-10.1.2.3-30000")
+    }
+    adapters = {pod.component for pod in manifests.services} & {"adapter"}
+    if (keep["sourceLabels"], kept) != (["instance"], adapters):
+        found.append(f"{keep} keeps the workers of {kept}")
+    if (job["targetLabel"], job["replacement"]) != ("job", "kvmesh"):
+        found.append(f"alerts expect other labels than {job}")
+    return found
+
+
+# Any: JSON of Kubernetes.
+def _key_problems(manifests: Manifests, authorization: Mapping[str, Any]) -> list[str]:
+    credentials = authorization["credentials"]
+    key = manifests.pods[0].secrets.get(credentials["name"], {}).get(credentials["key"])
+    keys = {config.metrics_key for _, config in _configs(manifests)}
+    is_same = key is not None and {key.decode()} == keys
+    return [] if is_same else ["Prometheus has another key than the services"]
 
 
 def topology(manifests: Manifests) -> list[str]:

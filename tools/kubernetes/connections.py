@@ -162,5 +162,6 @@ GATEWAY: Final = (
     Connection(_OF_GATEWAY, _CONSOLE, (OTLP,), "spans of pickers and adapters"),
     Connection(_CONSOLE, _PICKER, (GRPC, METRICS), "what the console shows of pickers"),
     Connection(Namespace("monitoring"), _PICKER, (METRICS,), "metrics of pickers for Prometheus"),
+    Connection(Namespace("monitoring"), _ADAPTER, (), "metrics of model servers for Prometheus"),
     Connection(_OF_GATEWAY, _NAMES, DNS, "names of services and model servers"),
 )
