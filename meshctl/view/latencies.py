@@ -26,10 +26,10 @@ PROMPT_OUTPUT_TOKENS = 2
 RESERVED_TOKENS = 64
 AT_ONCE = (1, 4, 16, 32)
 DECODE_TOKENS = 96
-# Requests with a long context, which all have in common: what reading the cache costs.
+# Requests with a long context: what reading the cache costs.
 CACHED_TOKENS = 2048
 CACHED_AT_ONCE = (4, 16)
-# Of the cache, for these requests: an engine without prefix cache has room for all of them.
+# Of the cache, for these requests: it has room for all of them.
 CACHE_SHARE = 0.8
 # Prompts beside a stream, which are one step of most engines.
 BESIDE_PROMPTS = (512, 2048)
@@ -227,12 +227,17 @@ class LatencyProbe:
             raise GatewayError(f"{self._model_url} is not a model: {error!r}") from error
 
     async def _decode(self, count: int, prompt_tokens: int) -> tuple[int, int, float]:
-        """Returns the number of requests that have one prompt in common, what each has in the cache
-        on average, and the seconds between two tokens."""
-        prompt = self._prompt(prompt_tokens)
-        await self._client.course(prompt, 1, self._pins)
+        """Returns the number of requests, what each has in the cache on average, and the seconds
+        between two tokens.
+
+        Their prompts are cached before, so that they begin together. They have nothing in common:
+        an engine that reads one prompt for all of them is faster than with requests of clients.
+        """
+        prompts = [self._prompt(prompt_tokens) for _ in range(count)]
+        for prompt in prompts:
+            await self._client.course(prompt, 1, self._pins)
         courses = await asyncio.gather(
-            *(self._client.course(prompt, DECODE_TOKENS, self._pins) for _ in range(count))
+            *(self._client.course(prompt, DECODE_TOKENS, self._pins) for prompt in prompts)
         )
         return count, prompt_tokens + DECODE_TOKENS // 2, itl_at_once(courses)
 

@@ -24,8 +24,8 @@ from meshctl.view.latencies import (
 
 
 # Any, here and below: JSON.
-def gateway(model: Any, lengths: list[int] | None = None) -> httpx.AsyncClient:
-    """Responds with two tokens to each prompt. lengths: takes those of the prompts."""
+def gateway(model: Any, bodies: list[Any] | None = None) -> httpx.AsyncClient:
+    """Responds with two tokens to each prompt. bodies: takes those of the requests."""
     token = {"choices": [{"text": "a"}]}
     events = [token, token, {"choices": [], "usage": {"completion_tokens": 2}}]
     lines = [json.dumps(event) for event in events] + ["[DONE]"]
@@ -34,8 +34,8 @@ def gateway(model: Any, lengths: list[int] | None = None) -> httpx.AsyncClient:
     def respond(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
             return httpx.Response(200, json=model)
-        if lengths is not None:
-            lengths.append(len(json.loads(request.content)["prompt"]))
+        if bodies is not None:
+            bodies.append(json.loads(request.content))
         return httpx.Response(200, text=text)
 
     return httpx.AsyncClient(transport=httpx.MockTransport(respond))
@@ -67,10 +67,21 @@ async def test_no_prompt_is_measured_beside_a_stream_that_leaves_no_room_for_it(
         (2112 + 6144 + 2, {6144}),
         (2112 + 6144 + 1, set[int]()),
     ):
-        lengths: list[int] = []
-        async with gateway({"id": "m"}, lengths) as http:
+        bodies: list[Any] = []
+        async with gateway({"id": "m"}, bodies) as http:
             await LatencyProbe(http, "http://gateway", "m", cache_tokens=cache_tokens).measure()
-        assert set(lengths) & {12_288, 6144} == long, cache_tokens
+        lengths = {len(body["prompt"]) for body in bodies}
+        assert lengths & {12_288, 6144} == long, cache_tokens
+
+
+async def test_requests_at_once_have_cached_prompts_with_nothing_in_common() -> None:
+    bodies: list[Any] = []
+    async with gateway({"id": "m"}, bodies) as http:
+        await LatencyProbe(http, "http://gateway", "m").measure()
+    cached = [tuple(body["prompt"]) for body in bodies if body["max_tokens"] == 1]
+    measured = [tuple(body["prompt"]) for body in bodies if body["max_tokens"] == DECODE_TOKENS]
+    assert sorted(cached) == sorted(measured)
+    assert len(set(measured)) == sum(AT_ONCE) + sum(CACHED_AT_ONCE)
 
 
 def test_the_time_between_tokens_is_that_while_all_responses_run() -> None:
