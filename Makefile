@@ -121,7 +121,7 @@ bench-console: compiled ## What a console costs the mesh that it shows, three mi
 bench-replay: $(VENV)/.runtime ## Routing policies on ten workloads in virtual time, six to ten minutes; last line is JSON
 	$(BIN)/python -m bench.bench_replay $(ARGS)
 
-bench-scaling: $(VENV)/.runtime ## Recommended worker counts on ten days in virtual time, half a minute; last line is JSON
+bench-scaling: $(VENV)/.runtime ## Recommended worker counts on ten days of two traces in virtual time, two minutes; last line is JSON
 	$(BIN)/python -m bench.bench_scaling $(ARGS)
 
 bench-scale: compiled ## Members of fleets of 10,000 workers and 100 routers in virtual time, four minutes; last line is JSON

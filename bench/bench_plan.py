@@ -8,7 +8,7 @@ before, by single prompts and equal requests at once; the loads mix both.
   greatest absolute value;
 - `replays` of a load: the lowest and the highest 95th percentile of the single replays, about as
   far apart as two runs of one mesh;
-- `flaps`: of the recommended counts on ten days (`make bench-scaling`);
+- `flaps`: of the recommended counts on ten days of two traces (`make bench-scaling`);
 - `sglang` (`--sglang PYTHON`, of an environment with SGLang): `meshctl plan --check-s` on a mesh
   with one SGLang worker, a tiny model on the CPU. Engine, mesh and clients share the cores.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bench_mesh import BLOCK_SIZE, BLOCKS, play
-from bench.bench_scaling import DAY, SEEDS, azure
+from bench.bench_scaling import AZURE, HOURS, SEEDS, requests_of
 from bench.measure import ROOT, print_report
 from bench.stacks import MODEL, mesh
 from bench.trees import environment
@@ -42,9 +42,7 @@ from replay.plan.search import Fleet, predict
 from replay.plan.speeds import Capacity, Speeds, fit
 from replay.plan.traffic import to_lines
 from replay.report import percentile
-from replay.scaling.day import day_of
 from replay.scaling.rules import MeshRule
-from replay.scaling.run import run_day
 from replay.trace import TraceRequest
 
 SPEEDUP = 0.2
@@ -68,7 +66,7 @@ class Load:
     def requests(self, seconds: float) -> list[TraceRequest]:
         """Returns the requests of so many seconds, from second 0."""
         count = round(self.rate * seconds)
-        taken = azure()[self.start : self.start + count]
+        taken = requests_of(AZURE)[self.start : self.start + count]
         first_s, span_s = taken[0].at_s, taken[-1].at_s - taken[0].at_s
         return [
             TraceRequest(
@@ -136,7 +134,9 @@ def run_load(load: Load, speeds: Speeds | None, seconds: float) -> tuple[Speeds,
 def sglang_point(python: str, seconds: float) -> dict[str, Any]:
     """Returns the check of a plan on a mesh with one SGLang worker, and the speeds behind it."""
     fitting = [
-        one for one in azure()[:2000] if one.input_tokens + one.output_tokens <= SGLANG_TOKENS
+        one
+        for one in requests_of(AZURE)[:2000]
+        if one.input_tokens + one.output_tokens <= SGLANG_TOKENS
     ]
     with tempfile.TemporaryDirectory(prefix="kvmesh-plan-") as name:
         folder = Path(name)
@@ -207,7 +207,7 @@ def main() -> None:
         speeds, loads[load.name] = run_load(load, speeds, args.seconds)
         sys.stdout.write(f"{load.name}: {loads[load.name]}\n")
         sys.stdout.flush()
-    days = [run_day(day_of(azure(), seed), DAY, MeshRule(DAY.scaling)) for seed in SEEDS]
+    days = [hour.run(MeshRule(hour.settings.scaling), seed) for hour in HOURS for seed in SEEDS]
     figures = {
         "ttft_p95_error": worst(list(loads.values()), "ttft_p95_s"),
         "itl_p95_error": worst(list(loads.values()), "itl_p95_s"),

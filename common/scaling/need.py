@@ -22,6 +22,8 @@ KV_SHARE_MAX = 0.85
 REQUESTS_SHARE_MAX = 0.9
 # Below this share of all of them more workers do not make tokens faster.
 IDLE_SHARE = 0.3
+# Above this share of KV blocks or batches, requests wait for room.
+FULL_SHARE = 0.95
 # A step up because of late tokens, as a share of the present workers.
 LATE_STEP = 0.25
 
@@ -38,6 +40,8 @@ class Need:
     """Number of workers because of late tokens; 0: none is late."""
 
     late_reason: Reason
+    is_full: bool
+    """Whether requests wait for KV blocks or for a place in a batch, or soon will."""
 
 
 def _need(
@@ -53,7 +57,8 @@ def _need(
             if seconds is not None and seconds > target_s:
                 late, late_reason = math.ceil(sample.present * (1 + LATE_STEP)), name
                 break
-    return Need(work, reason, late, late_reason)
+    is_full = max(sample.kv, sample.requests) > FULL_SHARE
+    return Need(work, reason, late, late_reason, is_full)
 
 
 def _first_token(

@@ -2,8 +2,8 @@
 
 A step up needs a need that lasts for `up_window_s`. A step down is the consolidation check: one
 worker fewer, if all work of `down_window_s` leaves room at N - 1 workers, and neither latency would
-exceed its target there. A pool without complete data keeps its
-count.
+exceed its target there. After it the worker comes back for late tokens and full workers only, for a
+while. A pool without complete data keeps its count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from common.scaling.pool import Advice, PoolSample, Reason, ScalingSettings
 # Share of N - 1 workers that the work may fill when a worker leaves. Less than 1, so that the work
 # that brought a worker is not the work at which it leaves.
 CONSOLIDATION_SHARE = 0.9
+# Of the down window, after a step down: the time in which work is no reason for a step up while
+# tokens are in time. A burst for which the others have room does not bring the worker back.
+SETTLING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +120,12 @@ class PoolScaler:
     def _want(self, sample: PoolSample, need: Need, count: int, now: float) -> _Want:
         """Returns the greatest of all needs, with the reason of the first that exceeds the
         count."""
-        is_pending = sample.present < count and now - self._raised_at < self._settings.pending_s
+        settings, work = self._settings, math.ceil(self._history.smoothed)
+        is_pending = sample.present < count and now - self._raised_at < settings.pending_s
+        if now - self._lowered_at < SETTLING_SHARE * settings.down_window_s and not need.is_full:
+            work = min(work, count)
         needs = (
-            (math.ceil(self._history.smoothed), need.work_reason),
+            (work, need.work_reason),
             (0 if is_pending else need.late, need.late_reason),
         )
         reason = next((reason for replicas, reason in needs if replicas > count), Reason.STEADY)

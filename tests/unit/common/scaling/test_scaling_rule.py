@@ -229,6 +229,29 @@ def test_workers_that_an_operator_starts_are_not_stopped_at_once() -> None:
     assert bed.present == 2
 
 
+@pytest.mark.parametrize(
+    ("role", "fields", "is_back"),
+    [
+        ("aggregated", {"ttft_s": 0.5}, False),
+        ("aggregated", {"ttft_s": 2.5}, True),
+        ("decode", {"kv": 0.9}, False),
+        ("decode", {"kv": 0.99}, True),
+    ],
+)
+def test_after_a_step_down_a_burst_brings_a_worker_back_if_tokens_are_late_or_workers_full(
+    role: Role, fields: dict[str, Any], is_back: bool
+) -> None:
+    """The burst is more than one worker shall do, and not more than it can do. It ends within the
+    quarter of an hour, or lasts."""
+    bed = Bed(2, role=role)
+    while bed.present == 2:
+        bed.run(STEP_S, constant(0.3), kv=0.2)
+    bed.run(600, constant(1.2), **fields)
+    assert (bed.advice.replicas > 1) == is_back
+    bed.run(600, constant(1.2), **fields)
+    assert bed.advice.replicas > 1
+
+
 def test_advice_that_is_not_followed_does_not_change() -> None:
     scaler = PoolScaler("aggregated", SETTINGS)
     counts = [
