@@ -7,7 +7,8 @@ in tests/chaos/rolling.py, and every response is compared with that to the same 
 
     start       a mesh is started, and serves
     node        SIGKILL of all processes of a node; the node comes back
-    scale       `meshctl scale worker=6`, then worker=2
+    scale       `meshctl scale worker=6`, then worker=2; each worker sees a GPU of its own (a number
+                of Ray's, the host has none) and is in the transfer group of its node
     drain       Ray drains a node with a deadline; the node comes back
     controller  SIGKILL of the controller's process; then `meshctl scale` both ways
     recommended the workers follow the routers (`scaling: recommended`): more with the load, fewer
@@ -62,10 +63,12 @@ HEAD_LOST_S = 20
 # Load that goes on after the loss of the head.
 HEADLESS_S = 12.0
 # Most workers of `recommended`: each computes an eighth of the requests at once, so that more are
-# needed. A sixteenth of the clients is a load for one.
+# needed. Tokens are slow, so that requests are at the workers, whatever the clients and the mesh
+# take on a busy machine. A thirtieth of the clients is a load for one.
 WORKERS_MAX = 4
 SEATS_SHARE = 8
-FEW_SHARE = 16
+SLOW_SPEEDUP = 0.1
+FEW_SHARE = 30
 # The load of the two minutes before counts, and that of the down window, a minute.
 FOLLOWED_S = 420.0
 WAKE_S = 100.0
@@ -221,7 +224,14 @@ async def scale(bed: Bed, load: Load) -> dict[str, Any]:
     await bed.meshctl("scale", "worker=6")
     up_s = time.monotonic() - began
     await bed.settled()
-    assert sum(name.startswith("worker") for name in map(_name, bed.members)) == 6
+    workers = [member for member in bed.members if member["name"].startswith("worker")]
+    assert len(workers) == 6
+    places = [(member["node"], _gpus_of(member["pid"])) for member in workers]
+    assert len(set(places)) == 6, f"workers share GPUs: {places}"
+    assert all(gpus.isdecimal() for _, gpus in places), f"a worker has not one GPU: {places}"
+    for member in workers:
+        group = f"{MODEL}@{member['node']}"
+        assert group in _arguments_of(member["pid"]), f"{member['name']} is not in {group}"
     began = time.monotonic()
     await bed.meshctl("scale", "worker=2")
     down_s = time.monotonic() - began
@@ -411,6 +421,16 @@ def _workers(status: Mapping[str, Any]) -> int:
     return running if running == status["counts"]["worker"] else -1
 
 
+def _gpus_of(pid: int) -> str:
+    """Returns the ids of the GPUs that a process sees."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(one.partition("=")[::2] for one in variables).get("CUDA_VISIBLE_DEVICES", "")
+
+
+def _arguments_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def _read_metrics(url: str) -> str:
     return httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0).text
 
@@ -448,10 +468,15 @@ def mesh_file(registry: Mapping[str, str], *, seats: int | None = None) -> dict[
     seats: requests that a worker computes at once, in a mesh whose number of workers follows the
     routers; None: the number is fixed.
     """
-    workers: dict[str, Any] = {"count": 2, "settings": {"speedup": 0.5}}
+    workers: dict[str, Any] = {
+        "count": 2,
+        "settings": {"speedup": 0.5},
+        "resources": {"gpus": 1},
+        "transfer_per_node": True,
+    }
     if seats is not None:
         workers["scaling"] = "recommended"
-        workers["settings"]["max_num_seqs"] = seats
+        workers["settings"] = {"speedup": SLOW_SPEEDUP, "max_num_seqs": seats}
     return {
         **registry,
         "drain_s": 10,
@@ -471,6 +496,9 @@ def mesh_file(registry: Mapping[str, str], *, seats: int | None = None) -> dict[
                 "scaling_up_window_s": 5,
                 "scaling_down_window_s": 60,
                 "scaling_sleep_s": 15,
+                # The work decides, not the latencies of a busy machine.
+                "scaling_ttft_target_s": 10,
+                "scaling_itl_target_s": 2,
             },
         },
         "indexers": {"count": 2},

@@ -30,6 +30,8 @@ START_S = 90.0
 STARTS_MAX = 3
 END_S = 20.0
 CPUS = 16
+# The host has none: Ray counts them, and gives processes their numbers.
+GPUS = 8
 
 
 class Cluster:
@@ -65,7 +67,7 @@ class Cluster:
         done = subprocess.run(
             [
                 *(str(RAY), "start", *place, f"--node-ip-address={address}", f"--num-cpus={CPUS}"),
-                *("--object-store-memory=80000000", "--disable-usage-stats"),
+                *(f"--num-gpus={GPUS}", "--object-store-memory=80000000", "--disable-usage-stats"),
                 *("--min-worker-port=0", "--max-worker-port=0"),
                 *([f"--labels={','.join(labels)}"] if labels else []),
             ],
