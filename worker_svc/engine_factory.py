@@ -139,6 +139,7 @@ def build_server_engine(config: WorkerConfig, url: str) -> LLMEngine:
             model_path=config.model_path,
             key=config.server_key or "",
             ca_path=config.server_ca_path,
+            serve=config.serve,
             block_size=config.block_size,
             context_length=config.context_length,
             connections_max=config.server_connections,

@@ -24,7 +24,9 @@ Json = Any
 class Server(Protocol):
     """A server behind the adapter."""
 
-    url: str
+    @property
+    def url(self) -> str:
+        """Its base URL."""
 
 
 class ServersMesh(Mesh):

@@ -49,11 +49,12 @@ class LlamaServer(StockServer):
     model = "tiny"
     long_tokens = 3000
 
-    def __init__(self, program: str, model: Path, folder: Path, port: int) -> None:
+    def __init__(self, program: str, model: Path, folder: Path, port: int, *flags: str) -> None:
         command = [
             *(program, "--model", str(model), "--alias", self.model, "--port", str(port)),
             *("--ctx-size", str(SLOTS * 8192), "--parallel", str(SLOTS), "--no-kv-unified"),
             *("--threads", "1", "--threads-batch", "1", "--metrics", "--no-warmup"),
+            *flags,
         ]
         super().__init__(f"http://127.0.0.1:{port}", command, folder / f"llama-{port}.log")
 

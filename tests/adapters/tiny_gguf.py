@@ -29,21 +29,42 @@ _TEMPLATE = """\
 Matrix = npt.NDArray[np.float32]
 
 
+def _words() -> list[str]:
+    """Returns the words; the first one is a space."""
+    syllables = product("bdfgklmnprstvz", ("a", "e", "i", "o", "u", "ai"))
+    return ["\u2581", *(f"\u2581{a}{b}" for a, b in syllables)]
+
+
+def _vocabulary() -> list[str]:
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    return ["<unk>", "<s>", "</s>", *in_bytes, *_words()]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes the tokenizer of the model as Hugging Face's: without merges, as the words have no
+    parts that are tokens."""
+    from tokenizers import Tokenizer, models, normalizers, processors
+
+    ids = {token: at for at, token in enumerate(_vocabulary())}
+    model = models.BPE(ids, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
 def write_tiny_gguf(path: Path, seed: int = 0) -> None:
     """Writes the model. Its words are syllables; equal seeds give equal weights."""
     # Not a requirement of KVMesh: installed with SGLang.
     from gguf import GGUFWriter, TokenType  # type: ignore[import-not-found]
 
-    control = ["<unk>", "<s>", "</s>"]
-    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    # The first one is a space.
-    words = ["\u2581"]
-    words += [
-        f"\u2581{a}{b}" for a, b in product("bdfgklmnprstvz", ("a", "e", "i", "o", "u", "ai"))
-    ]
-    vocabulary = [*control, *in_bytes, *words]
+    vocabulary, words = _vocabulary(), _words()
     kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
-    kinds += [TokenType.BYTE] * len(in_bytes) + [TokenType.NORMAL] * len(words)
+    kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(words)
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(CONTEXT_LENGTH)

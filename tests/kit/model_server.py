@@ -1,5 +1,6 @@
 """A stand-in for an inference server: it speaks SGLang's `/generate`, vLLM's `/v1/completions`, or
-("text") OpenAI's chats and completions with the pages of llama-server.
+("text") OpenAI's chats and completions with the pages of llama-server; or it computes vectors or
+scores only, at the pages of these servers for them.
 
 It is none of these servers: it computes each token from all tokens before it, so that a response
 that continues elsewhere has the same tokens, and implements what the adapter calls. The real
@@ -17,8 +18,13 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
+from tokenizers import Tokenizer
+
+from common.request.embedding import Vector, shorten, to_base64
 from tests.kit.waiting import WAIT_S, until
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
@@ -27,16 +33,30 @@ VOCABULARY = 4000
 # Ids below are control tokens.
 FIRST_ID = 10
 MODEL = "stand-in"
+VECTOR_SIZE = 12
+_POOLING_PATHS = {"embedding": ("/v1/embeddings",), "score": ("/classify", "/score")}
 _GENERATE_PATHS = {
     "sglang": ("/generate",),
     "vllm": ("/v1/completions",),
     "text": ("/v1/chat/completions", "/v1/completions"),
 }
+_TOKENIZER = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
 
 
 def next_token(ids: Sequence[int]) -> int:
     """Returns the token that follows these."""
     return FIRST_ID + (sum(ids[-8:]) * 31 + len(ids) * 7) % (VOCABULARY - FIRST_ID)
+
+
+def vector_of(ids: Sequence[int]) -> Vector:
+    """Returns the vector of a prompt."""
+    values = np.random.default_rng(list(ids)).normal(size=VECTOR_SIZE)
+    return (values / np.linalg.norm(values)).astype(np.float32)
+
+
+def score_of(ids: Sequence[int]) -> float:
+    """Returns the score of a joined pair."""
+    return float(np.random.default_rng(list(ids)).random())
 
 
 async def _read_body(reader: asyncio.StreamReader, head: Sequence[str]) -> bytes:
@@ -54,16 +74,33 @@ async def _read_body(reader: asyncio.StreamReader, head: Sequence[str]) -> bytes
 
 
 class ModelServer:
-    """One server on a free port, in a thread of its own. step_s: seconds for each token."""
+    """One server on a free port, in a thread of its own. step_s: seconds for each token, or for a
+    prompt. pooling: what it computes of prompts, "": their continuation. model_dir: its model."""
 
     def __init__(
-        self, api: Literal["sglang", "vllm", "text"], *, step_s: float = 0.002, port: int = 0
+        self,
+        api: Literal["sglang", "vllm", "text"],
+        *,
+        step_s: float = 0.002,
+        port: int = 0,
+        pooling: Literal["", "embedding", "score"] = "",
+        model_dir: Path = SIM_MODEL_DIR,
     ) -> None:
         self.api = api
+        self.pooling = pooling
+        self.model_dir = model_dir
+        # Whether its vectors may be shortened, and texts have those of their token ids.
+        self.shortens = True
+        self.has_other_tokenizer = False
+        self.generates_too = False
+        # Status and error of each request for a vector; None: it computes them.
+        self.refusal: tuple[int, dict[str, Any]] | None = None
         self.step_s = step_s
         self.bodies: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.running = 0
+        # Bodies of the prompts whose values it computes at present.
+        self.computed_prompts: list[dict[str, Any]] = []
         self.loras: dict[str, str] = {}
         # Of all its calls; empty: it needs none.
         self.key = ""
@@ -78,6 +115,7 @@ class ModelServer:
         self.lists_models = True
         self.sends_done = True
         self.has_metrics = True
+        self.owner = "llamacpp"
         self._port = port
         self._loop = asyncio.new_event_loop()
         self._is_ready = threading.Event()
@@ -133,7 +171,11 @@ class ModelServer:
                 if self.key and f"authorization: bearer {self.key}" not in map(str.lower, head):
                     self._write(writer, 401, {"error": "Unauthorized"})
                     return
-                await self._route(writer, method, path, json.loads(body) if body else {})
+                content = json.loads(body) if body else {}
+                if path in _POOLING_PATHS.get(self.pooling, ()):
+                    await self._pool(reader, writer, path, content)
+                else:
+                    await self._route(writer, method, path, content)
                 await writer.drain()
         finally:
             writer.transport.abort() if self._ended.is_set() else writer.close()
@@ -147,7 +189,7 @@ class ModelServer:
     async def _route(
         self, writer: asyncio.StreamWriter, method: str, path: str, body: dict[str, Any]
     ) -> None:
-        if path in _GENERATE_PATHS[self.api]:
+        if path in _GENERATE_PATHS[self.api] and (self.generates_too or not self.pooling):
             self.bodies.append(body)
             await (self._complete if self.api == "text" else self._generate)(writer, body)
             return
@@ -170,8 +212,55 @@ class ModelServer:
             return
         self._write(writer, 200, self._pages().get(path, {}))
 
+    async def _pool(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        path: str,
+        body: dict[str, Any],
+    ) -> None:
+        """Responds with the values of one prompt, if its client does not disconnect before."""
+        self.bodies.append(body)
+        self.computed_prompts.append(body)
+        self.running += 1
+        begun_at = self._loop.time()
+        try:
+            # Ends: after step_s, or when its client disconnects.
+            while self._loop.time() < begun_at + self.step_s:
+                await self._pause(0.001)
+                if reader.at_eof():
+                    return
+        finally:
+            self.running -= 1
+            self.computed_prompts.remove(body)
+        if self.refusal is not None:
+            self._write(writer, self.refusal[0], {"error": self.refusal[1]})
+            return
+        ids = self._ids_of(body)
+        if path == "/v1/embeddings":
+            vector = vector_of(ids)
+            if (size := body.get("dimensions")) and not self.shortens and self.api != "text":
+                self._write(writer, 400, {"error": {"message": "no matryoshka"}})
+                return
+            vector = shorten(vector, size if self.shortens else None)
+            value = to_base64(vector) if "encoding_format" in body else vector.tolist()
+            self._write(writer, 200, {"data": [{"embedding": value}]})
+        elif self.api == "sglang":
+            self._write(writer, 200, {"embedding": [score_of(ids)], "meta_info": {}})
+        else:
+            score = score_of(ids)
+            entry = {"score": score} if path == "/score" else {"probs": [score]}
+            self._write(writer, 200, {"data": [entry]})
+
+    def _ids_of(self, body: dict[str, Any]) -> list[int]:
+        prompt: Any = body.get("input", body.get("input_ids", body.get("text_1")))
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids: list[int] = _TOKENIZER.encode(prompt, body.get("text_2")).ids
+        return [*ids, 7] if self.has_other_tokenizer else ids
+
     def _pages(self) -> Mapping[str, Any]:
-        base = {"id": MODEL, "max_model_len": CONTEXT_LENGTH, "root": str(SIM_MODEL_DIR)}
+        base = {"id": MODEL, "max_model_len": CONTEXT_LENGTH, "root": str(self.model_dir)}
         adapters = [{"id": name, "parent": MODEL, "root": at} for name, at in self.loras.items()]
         owner = {"owned_by": self.api}
         pages: dict[str, Any] = {"/v1/models": {"data": [base | owner, *adapters]}}
@@ -189,13 +278,16 @@ class ModelServer:
             "num_used_tokens": 0,
         }
         return pages | {
-            "/model_info": {"model_path": str(SIM_MODEL_DIR), "is_generation": True},
+            "/model_info": {
+                "model_path": str(self.model_dir),
+                "is_generation": not self.pooling,
+            },
             "/server_info": {"version": "0.0", "page_size": 16, "max_total_num_tokens": 8192},
             "/v1/loads": {"loads": [load]},
         }
 
     def _text_pages(self) -> Mapping[str, Any]:
-        model = {"id": MODEL, "owned_by": "llamacpp", "meta": {"n_ctx_train": 4 * CONTEXT_LENGTH}}
+        model = {"id": MODEL, "owned_by": self.owner, "meta": {"n_ctx_train": 4 * CONTEXT_LENGTH}}
         found: dict[str, Any] = {"/v1/models": {"data": [model] if self.lists_models else []}}
         found["/props"] = {
             "default_generation_settings": {"n_ctx": CONTEXT_LENGTH},

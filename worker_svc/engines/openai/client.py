@@ -15,6 +15,7 @@ from common.errors import (
     InvalidRequest,
     MeshError,
     Overloaded,
+    PromptTooLong,
     Unavailable,
     Unimplemented,
     WorkerLost,
@@ -28,6 +29,8 @@ CALL_TIMEOUT_S: Final = 10.0
 POOL_TIMEOUT_S: Final = 10.0
 # Characters of a server's error text that a client gets.
 ERROR_CHARS_MAX: Final = 500
+# In llama-server's 500 for a prompt above its --ubatch-size, which vectors are computed in.
+_TOO_LARGE: Final = b"is too large to process"
 # A connection to a host that vanished fails after 30 + 3 * 10 s.
 _KEEP_ALIVE: Final = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -89,18 +92,25 @@ class ServerClient:
             return None
         return found if isinstance(found, dict) else None
 
-    async def post(self, path: str, body: Mapping[str, Json]) -> bytes:
-        """Returns the content of a response with status 200. Raises the errors of `error_of`."""
+    async def try_post(self, path: str, body: Mapping[str, Json]) -> httpx.Response:
+        """Returns the response of any status. Raises WorkerLost without one."""
         try:
-            response = await self._http.post(path, json=body)
+            return await self._http.post(path, json=body)
         except httpx.HTTPError as error:
             raise self._lost(error) from error
+
+    async def post(self, path: str, body: Mapping[str, Json]) -> bytes:
+        """Returns the content of a response with status 200. Raises the errors of `error_of`."""
+        response = await self.try_post(path, body)
         if response.status_code != 200:
             raise error_of(response.status_code, response.content, self.url, response.headers)
         return response.content
 
-    async def stream(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """Yields the data of each server-sent event, up to [DONE] or the end of the response.
+    async def stream(
+        self, path: str, body: bytes, *, is_streamed: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the data of each server-sent event, up to [DONE] or the end of the response; of a
+        response that is not streamed its content.
 
         Closing the generator closes the connection, at which servers abort the request. There is
         no limit for the pause between events: a request may wait in the server's queue. Not every
@@ -116,6 +126,9 @@ class ServerClient:
                 if response.status_code != 200:
                     content = await response.aread()
                     raise error_of(response.status_code, content, self.url, response.headers)
+                if not is_streamed:
+                    yield await response.aread()
+                    return
                 async with aclosing(_events(response)) as events:
                     async for data in events:
                         if data == b"[DONE]":
@@ -159,7 +172,9 @@ def error_of(status: int, content: bytes, url: str, headers: Mapping[str, str]) 
     if status == 503:
         return Unavailable(text, _retry_after_s(headers))
     if status in (400, 404, 413, 422):
-        return InvalidRequest(_error_text(content))
+        return InvalidRequest(_error_text(content), _error_field(content))
+    if _TOO_LARGE in content:
+        return PromptTooLong(text)
     if status == 501:
         return Unimplemented(text)
     return WorkerLost(text, retryable=True)
@@ -171,15 +186,28 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _error_text(content: bytes) -> str:
-    """Returns the message of an error, or the start of the content. Servers of FastAPI have it in
-    `detail`."""
+    """Returns the message of an error, or the start of the content."""
+    error = _read_error(content)
+    message = error.get("message") if isinstance(error, dict) else error
+    if isinstance(message, str):
+        return message[:ERROR_CHARS_MAX]
+    return content[:ERROR_CHARS_MAX].decode(errors="replace")
+
+
+def _error_field(content: bytes) -> str | None:
+    """Returns the field of the request that an error names."""
+    error = _read_error(content)
+    field = error.get("param") if isinstance(error, dict) else None
+    return field[:ERROR_CHARS_MAX] if isinstance(field, str) and field else None
+
+
+def _read_error(content: bytes) -> Json:
+    """Returns the error of a response; servers of FastAPI have it in `detail`. None: it has
+    none."""
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:
-        found = None
-    if isinstance(found, dict):
-        error = found.get("error") or found.get("detail") or found
-        message = error.get("message") if isinstance(error, dict) else error
-        if isinstance(message, str):
-            return message[:ERROR_CHARS_MAX]
-    return content[:ERROR_CHARS_MAX].decode(errors="replace")
+        return None
+    if not isinstance(found, dict):
+        return None
+    return found.get("error") or found.get("detail") or found

@@ -32,6 +32,9 @@ class ServerConfig:
     ca_path: Path | None = None
     """PEM certificate authorities of an https server; None: those of the system."""
 
+    serve: tuple[str, ...] | None = None
+    """Requests to serve; None: the server's answers decide."""
+
     block_size: int = 16
     context_length: int | None = None
     connections_max: int = 1024

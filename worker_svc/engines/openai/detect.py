@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,6 +20,7 @@ from worker_svc.engines.openai.client import ServerClient, error_of
 from worker_svc.engines.openai.config import ServerConfig
 from worker_svc.engines.openai.facts import KvAddresses, ServerFacts
 from worker_svc.engines.openai.load import read_metrics
+from worker_svc.engines.sglang.pooling import classifier_pooling
 from worker_svc.engines.sglang.sampling import EngineProperties, usable_context
 from worker_svc.engines.sglang.server_args import model_kv_index
 
@@ -95,7 +96,8 @@ async def _read_text_server(client: ServerClient, config: ServerConfig, model: J
     meta = model.get("meta")
     trained = meta.get("n_ctx_train") if isinstance(meta, dict) else None
     version, context, slots = "", model.get("max_model_len") or trained, None
-    if model.get("owned_by") == "llamacpp":
+    is_llama_server = model.get("owned_by") == "llamacpp"
+    if is_llama_server:
         properties = await client.get_json("/props") or {}
         settings = properties.get("default_generation_settings") or {}
         version = properties.get("build_info") or ""
@@ -109,6 +111,7 @@ async def _read_text_server(client: ServerClient, config: ServerConfig, model: J
         kv_off_reason="the server takes no token ids",
         no_index_reason="the server takes no token ids",
         has_load=_has_load(await client.get("/metrics")),
+        is_llama_server=is_llama_server,
     )
 
 
@@ -130,24 +133,22 @@ async def _read_sglang(
 ) -> ServerFacts:
     server = await client.get_json("/server_info") or await client.get_json("/get_server_info")
     server = server or {}
-    if info.get("is_generation") is False:
-        text = f"{client.url} computes embeddings; the adapter serves generation only"
-        raise Unsupported("server_urls", text)
     if (mode := server.get("disaggregation_mode") or "null") != "null":
         raise Unsupported("server_urls", f"{client.url} serves only {mode} legs")
-    folder = _model_folder(config, info.get("tokenizer_path") or info["model_path"], client.url)
+    folder = model_folder(config, info.get("tokenizer_path") or info["model_path"], client.url)
     known = model.get("max_model_len") or server.get("context_length")
     limits = (config.context_length, usable_context(known) if known else None)
     context = min((limit for limit in limits if limit), default=None)
     longest = server.get("max_req_input_len") or context or 2**31
     properties = EngineProperties(
-        vocab_size=_vocab_size(folder),
+        vocab_size=read_vocab_size(folder),
         context_length=context or 2**31,
         max_input_tokens=min(context or 2**31, longest),
         eos_ids=frozenset(read_eos_token_ids(folder)),
         loras=_adapters(listed),
         dp_size=server.get("dp_size") or 1,
         is_deterministic=bool(server.get("enable_deterministic_inference")),
+        pooling="" if info.get("is_generation", True) else _sglang_pooling(folder),
     )
     _, no_index_reason = model_kv_index(
         is_hybrid=_is_hybrid(folder), is_speculative=bool(server.get("speculative_algorithm"))
@@ -173,6 +174,15 @@ async def _read_sglang(
         is_incremental=bool(server.get("incremental_streaming_output")),
         has_load=(await client.get("/v1/loads")).status_code == 200,
     )
+
+
+def _sglang_pooling(folder: Path) -> Literal["embedding", "score"]:
+    """Returns what a model that generates nothing computes; transformers counts two classes if it
+    states none."""
+    settings = _model_settings(folder)
+    classes = len(settings.get("id2label") or ()) or settings.get("num_labels", 2)
+    token_types = settings.get("type_vocab_size") or 0
+    return classifier_pooling(settings.get("architectures") or (), classes, token_types)
 
 
 def _sglang_addresses(
@@ -206,7 +216,7 @@ async def _read_vllm(
     version = (await client.get_json("/version") or {}).get("version", "")
     metrics = await client.get("/metrics")
     cache = _cache_config(metrics.text) if metrics.status_code == 200 else {}
-    folder = _model_folder(config, model.get("root") or model["id"], client.url)
+    folder = model_folder(config, model.get("root") or model["id"], client.url)
     context = config.context_length or model.get("max_model_len")
     page_size, blocks = _int(cache.get("block_size")), _int(cache.get("num_gpu_blocks"))
     addresses, off_reason = await _vllm_addresses(client, config)
@@ -218,7 +228,7 @@ async def _read_vllm(
         version=str(version),
         model_path=folder,
         properties=EngineProperties(
-            vocab_size=_vocab_size(folder),
+            vocab_size=read_vocab_size(folder),
             context_length=context or 2**31,
             max_input_tokens=context or 2**31,
             eos_ids=frozenset(read_eos_token_ids(folder)),
@@ -268,7 +278,7 @@ def _int(value: str | None) -> int | None:
     return int(value) if value is not None and value.isdecimal() else None
 
 
-def _model_folder(config: ServerConfig, named: str, url: str) -> Path:
+def model_folder(config: ServerConfig, named: str, url: str) -> Path:
     """Returns the folder with the tokenizer. Raises InvalidRequest if it is not here."""
     folder = config.model_path or Path(named)
     if missing := find_missing_files(folder):
@@ -280,7 +290,7 @@ def _model_folder(config: ServerConfig, named: str, url: str) -> Path:
     return folder
 
 
-def _vocab_size(folder: Path) -> int:
+def read_vocab_size(folder: Path) -> int:
     """Returns the number of ids of the model; 2**32 if its configuration is not here."""
     settings = _model_settings(folder)
     return settings.get("vocab_size") or 2**32

@@ -8,6 +8,7 @@ of clients unchanged (pass-through). Facts that shape this file:
   waits in its queue, so its `/abort_request` is called too. It aborts every request whose id
   *begins* with the given one, of any client: ids have a random part for each adapter and a number
   of fixed length.
+- A server of vectors or scores gets token ids whatever its API, and its response is one object.
 - A server that restarts keeps its URL. Requests fail at once and continue on other workers, the
   worker's probe fails until the server is back, and the reader of KV events notices the empty
   cache. A server that comes back with another model ends the worker: its card is no longer true.
@@ -35,6 +36,7 @@ from common.errors import (
     Conflict,
     InvalidRequest,
     MeshError,
+    Overloaded,
     Unavailable,
     Unimplemented,
     Unsupported,
@@ -47,6 +49,7 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     Load,
     PreprocessedRequest,
+    Vector,
     chunk,
 )
 from worker_svc.engines.openai.client import ServerClient
@@ -61,8 +64,11 @@ from worker_svc.engines.openai.facts import (
 )
 from worker_svc.engines.openai.load import ServerLoad, read_metrics, read_sglang_loads
 from worker_svc.engines.openai.pass_through import PassThroughStream
+from worker_svc.engines.openai.pooling import Pooling, Values, open_pooling
+from worker_svc.engines.openai.pooling_kind import find_pooling
 from worker_svc.engines.openai.sglang_api import SglangApi
 from worker_svc.engines.openai.vllm_api import COMPLETIONS_PATH, VllmApi, flush_body
+from worker_svc.engines.sglang.pooling import read_score, read_vector
 from worker_svc.kv_events.external_events import DuplicatePolicy, KvEventFormat, KvEventSink
 
 if TYPE_CHECKING:
@@ -97,7 +103,8 @@ class ServerEngine:
         )
         self.kv_events_off_reason = "the engine has not started"
         self._client = ServerClient(config)
-        self._facts = ServerFacts(api="text", model="")
+        # As the server stated them at the start, and with what requests to it have shown.
+        self._stated = self._facts = ServerFacts(api="text", model="")
         self._address = ""
         self._endpoints: KvEventEndpoints | None = None
         self._api: TokenApi | None = None
@@ -130,7 +137,8 @@ class ServerEngine:
         if self._failure is not None:
             raise Conflict("the engine was already started")
         self._failure = asyncio.get_running_loop().create_future()
-        facts = self._facts = await self._wait_for_server()
+        self._stated, self._facts = await self._wait_for_server()
+        facts = self._facts
         self._api = _api_of(facts)
         self._resolve_kv_events()
         self._address = await find_address(self._client.url)
@@ -150,7 +158,7 @@ class ServerEngine:
         return self._engine_config()
 
     def _engine_config(self) -> EngineConfig:
-        facts, config = self._facts, self.config
+        facts, config, pooling = self._facts, self.config, self._facts.properties.pooling
         reason = facts.no_index_reason or self.kv_events_off_reason
         is_indexed = facts.has_token_ids and not facts.no_index_reason
         total = facts.total_kv_tokens
@@ -166,6 +174,9 @@ class ServerEngine:
             kv_index_reason=reason,
             dp_size=facts.properties.dp_size,
             supported_fields=None if self._api is None else self._api.supported_fields(),
+            kinds=(pooling,) if pooling else ("chat", "completions"),
+            embedding_size=facts.embedding_size,
+            shorter_embeddings=facts.shorter_embeddings,
             model_input="tokens" if facts.has_token_ids else "text",
             model_folder=facts.model_path,
             server_address=self._address,
@@ -204,13 +215,15 @@ class ServerEngine:
         except ValueError as error:
             self.kv_events_off_reason = f"the server publishes KV events for its host only: {error}"
 
-    async def _wait_for_server(self) -> ServerFacts:
+    async def _wait_for_server(self) -> tuple[ServerFacts, ServerFacts]:
+        """Returns the facts that the server states, and those that requests have completed."""
         deadline = time.monotonic() + self.config.start_s
         is_logged = False
         while True:
             try:
-                return await read_server(self._client, self.config)
-            except (WorkerLost, Unavailable) as error:
+                stated = await read_server(self._client, self.config)
+                return stated, await find_pooling(self._client, self.config, stated)
+            except (Overloaded, Unavailable, WorkerLost) as error:
                 if error.reason == "SERVER_KEY" or time.monotonic() > deadline:
                     limit = f" within {self.config.start_s:g} s"
                     raise Unavailable(f"no server{limit}: {error.message}") from error
@@ -229,8 +242,13 @@ class ServerEngine:
         """
         try:
             self._check_started()
-            if self._api is None:
-                call: TokenStream = self._text_probe(request)
+            call: TokenStream
+            if pooling := self._facts.properties.pooling:
+                if not request.is_probe:
+                    raise Unsupported("model", f"the server computes {pooling}s only")
+                call = open_pooling(request, self._facts, pooling, ctx.priority, self._new_rid())
+            elif self._api is None:
+                call = self._text_probe(request)
             else:
                 call = self._api.open(request, ctx.priority, self._new_rid())
         except MeshError:
@@ -257,6 +275,34 @@ class ServerEngine:
         async with aclosing(self._run(call, 0, ctx)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def embed(self, request: PreprocessedRequest, ctx: GenerateContext) -> Vector | None:
+        """Returns the vector of one prompt. Raises as `generate`."""
+        values = await self._pool(request, ctx, "embedding")
+        return None if values is None else read_vector({"embedding": values})
+
+    async def score(self, request: PreprocessedRequest, ctx: GenerateContext) -> float | None:
+        """Returns the score of one prompt. Raises as `generate`."""
+        values = await self._pool(request, ctx, "score")
+        return None if values is None else read_score({"embedding": values})
+
+    async def _pool(
+        self, request: PreprocessedRequest, ctx: GenerateContext, pooling: Pooling
+    ) -> Values | None:
+        """Returns what the server computes of a prompt; None if `ctx` was stopped."""
+        try:
+            self._check_started()
+            call = open_pooling(request, self._facts, pooling, ctx.priority, self._new_rid())
+        except MeshError:
+            self.counters["rejected"] += 1
+            raise
+        try:
+            async with aclosing(self._run(call, 0, ctx)) as outputs:
+                async for _ in outputs:
+                    """The last one: `call` has taken the values."""
+        except InvalidRequest as error:
+            raise error.copy(field=error.field or "input") from error
+        return None if ctx.is_stopped else call.values
 
     def _text_probe(self, request: PreprocessedRequest) -> PassThroughStream:
         if not request.is_probe:
@@ -328,7 +374,8 @@ class ServerEngine:
         self, call: TokenStream, put: Callable[[LLMEngineOutput | Exception | None], None]
     ) -> None:
         try:
-            events = self._client.stream(call.path, orjson.dumps(call.body))
+            body = orjson.dumps(call.body)
+            events = self._client.stream(call.path, body, is_streamed=call.is_streamed)
             async with aclosing(events):
                 async for data in events:
                     if (output := call.convert(data)) is not None:
@@ -446,11 +493,10 @@ class ServerEngine:
 
     async def _check_model(self) -> None:
         """Compares the model with that of the start, which the card describes."""
-        facts = await read_server(self._client, self.config)
-        ours = self._facts
+        facts, ours = await read_server(self._client, self.config), self._stated
         if (facts.api, facts.model, facts.model_path, facts.page_size) != (
             *(ours.api, ours.model, ours.model_path, ours.page_size),
-        ):
+        ) or facts.properties.pooling != ours.properties.pooling:
             text = f"{self._client.url} serves {facts.model!r} now, not {ours.model!r} as before"
             if self._failure is not None and not self._failure.done():
                 log.error("server_changed", url=self._client.url, reason=text)
@@ -512,7 +558,8 @@ class ServerEngine:
         # Earlier versions respond without a body.
         if content and not orjson.loads(content).get("success", True):
             raise Conflict(f"{url} did not flush its cache: requests use it")
-        await self._client.post(COMPLETIONS_PATH, flush_body(self._facts.model))
+        if not self._facts.properties.pooling:
+            await self._client.post(COMPLETIONS_PATH, flush_body(self._facts.model))
 
     async def load_lora(self, name: str, uri: str) -> frozenset[str]:
         """Loads an adapter at the server; file:// names a folder of the server's host."""

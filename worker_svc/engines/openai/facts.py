@@ -59,10 +59,15 @@ class ServerFacts:
     has_load: bool = False
     """Whether it reports its load."""
 
+    is_llama_server: bool = False
+    embedding_size: int | None = None
+    shorter_embeddings: bool = False
+    """Whether the first coordinates of its vectors are vectors of their own."""
+
     @property
     def has_token_ids(self) -> bool:
-        """Whether it takes and returns token ids."""
-        return self.api != "text"
+        """Whether it gets token ids."""
+        return self.api != "text" or bool(self.properties.pooling)
 
 
 def duplicate_policy(facts: ServerFacts) -> DuplicatePolicy:
@@ -72,15 +77,18 @@ def duplicate_policy(facts: ServerFacts) -> DuplicatePolicy:
 
 
 class TokenStream(Protocol):
-    """One request to a server with token ids.
+    """One request to a server."""
 
-    path, body: what is posted. rid: the server's id of the request, "" without one.
-    """
+    is_streamed: bool
+    """Whether the response is a stream of events; else it is one JSON object."""
 
     path: str
     # Any: JSON.
     body: Mapping[str, Any]
+    """What is posted."""
+
     rid: str
+    """The server's id of the request, "" without one."""
 
     def convert(self, data: bytes) -> LLMEngineOutput | None:
         """Returns the new part of an event, None without one. Raises MeshError if it reports a

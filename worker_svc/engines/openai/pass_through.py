@@ -26,6 +26,7 @@ _U32: Final = 2**32 - 1
 class PassThroughStream:
     """A `TokenStream` of OpenAI chunks: they travel as `chunk_json`."""
 
+    is_streamed = True
     # Servers abort a request when its connection closes.
     rid = ""
 

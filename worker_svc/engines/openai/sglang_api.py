@@ -62,6 +62,7 @@ class SglangApi:
 class SglangStream:
     """A `TokenStream`."""
 
+    is_streamed = True
     path = GENERATE_PATH
 
     # Any: SGLang's arguments and chunks are JSON-like values of many types.

@@ -136,6 +136,7 @@ class VllmStream:
     """A `TokenStream`. The counts follow the last token in a chunk of their own, so the terminal
     output is that of `end`."""
 
+    is_streamed = True
     path = COMPLETIONS_PATH
     # vLLM aborts a request when its connection closes.
     rid = ""

@@ -24,21 +24,29 @@ _CLASSIFIER = "ForSequenceClassification"
 
 # Any, here and below: JSON-like values of SGLang, whose tokenizer manager has no types.
 def pooling_of(model_config: Any) -> Pooling:
-    """Returns what a model computes: "" if it generates. A classifier of one class scores.
+    """Returns what a model computes: "" if it generates. Raises as `classifier_pooling`."""
+    if model_config.is_generation:
+        return ""
+    config: Any = model_config.hf_config
+    return classifier_pooling(
+        getattr(config, "architectures", None) or (),
+        getattr(config, "num_labels", 1),
+        getattr(config, "type_vocab_size", 0) or 0,
+    )
+
+
+def classifier_pooling(
+    architectures: Sequence[str], classes: int, token_types: int
+) -> Literal["embedding", "score"]:
+    """Returns what a model that generates nothing computes: a classifier of one class scores.
 
     Raises InvalidRequest for a classifier whose prompts SGLang would compute otherwise than they
     are meant.
     """
-    if model_config.is_generation:
-        return ""
-    config: Any = model_config.hf_config
-    architectures: Sequence[str] = getattr(config, "architectures", None) or ()
-    if not any(name.endswith(_CLASSIFIER) for name in architectures):
+    if classes != 1 or not any(name.endswith(_CLASSIFIER) for name in architectures):
         return "embedding"
-    if getattr(config, "num_labels", 1) != 1:
-        return "embedding"
-    if (types := getattr(config, "type_vocab_size", 0) or 0) > 1:
-        text = f"the model distinguishes the texts of a pair by {types} token types"
+    if token_types > 1:
+        text = f"the model distinguishes the texts of a pair by {token_types} token types"
         raise InvalidRequest(f"{text}, which SGLang takes with texts only", "model_path")
     return "score"
 
@@ -69,7 +77,7 @@ def read_vector(output: Mapping[str, Any]) -> Vector:
     vector = np.asarray(output["embedding"], dtype=np.float32)
     length = float(np.linalg.norm(vector))
     if vector.ndim != 1 or not np.isfinite(length) or not length:
-        raise InternalError(f"SGLang returned a vector of shape {vector.shape}, length {length}")
+        raise InternalError(f"the model returned a vector of shape {vector.shape}, length {length}")
     # Not every pooler normalises.
     return (vector / length).astype(np.float32)
 
@@ -78,5 +86,5 @@ def read_score(output: Mapping[str, Any]) -> float:
     """Returns the score of a prompt. Raises InternalError."""
     values = np.asarray(output["embedding"], dtype=np.float64).reshape(-1)
     if len(values) != 1 or not np.isfinite(values[0]):
-        raise InternalError(f"SGLang returned the score {output['embedding']!r:.100}")
+        raise InternalError(f"the model returned the score {output['embedding']!r:.100}")
     return float(values[0])
