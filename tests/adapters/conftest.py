@@ -21,6 +21,8 @@ from tests.adapters.text_servers import LlamaServer, MeshServer, TextServer
 from tests.adapters.tiny_gguf import write_tiny_gguf
 
 HERE = Path(__file__).parent
+# Requests that the second SGLang server computes at once.
+FEW_SLOTS = 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,7 +100,7 @@ def sglang_servers(
     port = free_ports(6)
     # Random weights do not end whitespace.
     json_flag = "--constrained-json-disable-any-whitespace"
-    few = (json_flag, "--enable-priority-scheduling", "--max-running-requests", "4")
+    few = (json_flag, "--enable-priority-scheduling", "--max-running-requests", str(FEW_SLOTS))
     many = (json_flag, "--incremental-streaming-output", "--max-running-requests", "16")
     started = [
         SglangServer(tiny, folder, port, *many, events_format="dynamo"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,8 +59,8 @@ class ServersMesh(Mesh):
 
     def post(self, path: str, body: Json, status: int = 200, **headers: str) -> Json:
         """Returns the response of the frontend, which must have this status."""
-        url, names = f"{self.url}{path}", {k.replace("_", "-"): v for k, v in headers.items()}
-        response = self.http.post(url, json=body, headers=names, timeout=PATIENT_S)
+        url = f"{self.url}{path}"
+        response = self.http.post(url, json=body, headers=_named(headers), timeout=PATIENT_S)
         assert response.status_code == status, response.text
         return response.json()
 
@@ -100,19 +100,26 @@ class ServersMesh(Mesh):
         return self.post("/v1/chat/completions", body | fields)
 
 
+def _named(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns headers by their names in HTTP."""
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
 class Stream:
     """A streamed response, read by a thread. events: so far; text: their content."""
 
-    def __init__(self, mesh: Mesh, path: str, body: Json) -> None:
+    def __init__(self, mesh: Mesh, path: str, body: Json, **headers: str) -> None:
         self.events: list[Json] = []
         self.is_closed = False
-        self._mesh, self._path, self._body = mesh, path, body
+        self._mesh, self._path, self._body, self._headers = mesh, path, body, _named(headers)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         url, body = f"{self._mesh.url}{self._path}", self._body | {"stream": True}
-        with self._mesh.http.stream("POST", url, json=body, timeout=PATIENT_S) as response:
+        with self._mesh.http.stream(
+            "POST", url, json=body, headers=self._headers, timeout=PATIENT_S
+        ) as response:
             for line in response.iter_lines():
                 if self.is_closed:
                     return
@@ -127,6 +134,11 @@ class Stream:
     def close(self) -> None:
         """Disconnects with the next event."""
         self.is_closed = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither ended nor disconnected."""
+        return self._thread.is_alive()
 
     def join(self) -> list[Json]:
         """Returns all events."""

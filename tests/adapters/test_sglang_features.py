@@ -6,14 +6,19 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests.adapters.servers_mesh import PATIENT_S, ServersMesh, Stream
+from tests.adapters.conftest import FEW_SLOTS
+from tests.adapters.servers_mesh import PATIENT_S, Json, ServersMesh, Stream
 from tests.adapters.stock_server import SglangServer
 from tests.adapters.tcp_proxy import TcpProxy
 from tests.kit.contract_kit import check_server
@@ -32,7 +37,7 @@ def prompt_of(seed: int, count: int = 160) -> list[int]:
     return [100 + (seed * 977 + at * 31) % 3000 for at in range(count)]
 
 
-@pytest.mark.cell("sglang", "contract kit", "cache flush", "cancellation")
+@pytest.mark.cell("sglang", "contract kit", "cache flush")
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_contract_kit_passes(sglang_servers: list[SglangServer], at: int) -> None:
     check_server(sglang_servers[at].url)
@@ -87,6 +92,43 @@ def test_constraints_shape_the_output(sglang_mesh: ServersMesh) -> None:
     assert re.fullmatch("[A-Z]{2}-[0-9]{4}", choice["message"]["content"])
 
 
+@pytest.mark.cell("sglang", "tools")
+def test_forced_calls_of_tools_have_valid_arguments_in_one_piece_and_in_a_stream(
+    sglang_mesh: ServersMesh, tiny: Path
+) -> None:
+    function = {"name": "weather", "parameters": TOOL}
+    # Random weights do not end white space, which SGLang permits in the arguments of calls.
+    bias = dict.fromkeys(white_space(tiny), -100)
+    body: Json = {"tools": [{"type": "function", "function": function}], "logit_bias": bias}
+    body |= {"parallel_tool_calls": False, "max_tokens": 100}
+    plain = sglang_mesh.chat(max_tokens=1)["usage"]["prompt_tokens"]
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        found = sglang_mesh.chat(tool_choice=choice, **body)
+        assert found["usage"]["prompt_tokens"] > plain + 20, "the prompt has the tool"
+        (call,) = found["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+    messages = [{"role": "user", "content": "Hello there"}]
+    fields = {"model": "tiny", "messages": messages, "temperature": 0, "tool_choice": "required"}
+    events = Stream(sglang_mesh, "/v1/chat/completions", body | fields).join()
+    choices = [one["choices"][0] for one in events if one.get("choices")]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    calls = [one["delta"]["tool_calls"] for one in choices if one["delta"].get("tool_calls")]
+    parts = [one["function"] for (one,) in calls]
+    assert "".join(one.get("name") or "" for one in parts) == "weather"
+    arguments = json.loads("".join(one.get("arguments") or "" for one in parts))
+    assert arguments["city"] in ("Oslo", "Rome")
+
+
+def white_space(model: Path) -> list[str]:
+    """Returns the ids of the tokens of a model that are only white space."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    # As the byte-level alphabet writes them: space, line feed, tab, carriage return.
+    return [str(one) for text, one in vocabulary.items() if set(text) <= set("ĠĊĉč")]
+
+
 @pytest.mark.cell("sglang", "`min_tokens`, stop ids")
 def test_stop_ids_end_a_response_after_its_least_length(sglang_mesh: ServersMesh) -> None:
     prompt = prompt_of(20)
@@ -108,13 +150,24 @@ def test_a_seed_is_refused_by_name_without_deterministic_inference(
     assert "seed" in sglang_mesh.post("/v1/completions", body, 400)["error"]["message"]
 
 
+@pytest.mark.cell("sglang", "invalid fields")
+def test_invalid_fields_are_refused_by_name_and_no_server_counts_as_failing(
+    sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
+) -> None:
+    invalid: Json = {"max_tokens": -1, "temperature": 9, "top_p": 2, "min_tokens": 99, "n": 0}
+    invalid |= {"guided_grammar": "root ::= (", "prompt": [10**9]}
+    for name, value in invalid.items():
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2} | {name: value}
+        assert sglang_mesh.post("/v1/completions", body, 400)["error"]["param"] == name
+    assert all(sglang_mesh.serves(one) for one in sglang_servers), "their circuits are closed"
+
+
 @pytest.mark.cell("sglang", "priorities")
 def test_a_request_of_higher_priority_passes_a_waiting_one(
     sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
 ) -> None:
     server = sglang_servers[1]
-    nvext = {"backend_instance_id": sglang_mesh.worker_of(server)}
-    body = {"model": "tiny", "ignore_eos": True, "nvext": nvext}
+    body = at_server(sglang_mesh, server)
     ends: list[str] = []
 
     def request(name: str, seed: int, priority: int) -> threading.Thread:
@@ -127,17 +180,11 @@ def test_a_request_of_higher_priority_passes_a_waiting_one(
         thread.start()
         return thread
 
-    long = [
-        Stream(
-            sglang_mesh, "/v1/completions", body | {"prompt": prompt_of(at, 40), "max_tokens": 3000}
-        )
-        for at in range(30, 34)
-    ]
-    wait_for(lambda: server.running() == 4, "all slots are taken", PATIENT_S)
+    long = occupy(sglang_mesh, server, seed=30)
     threads = [request("low", 40, 3)]
-    wait_for(lambda: server.running() == 5, "one waits", PATIENT_S)
+    wait_for(lambda: server.running() == FEW_SLOTS + 1, "one waits", PATIENT_S)
     threads.append(request("high", 41, -3))
-    wait_for(lambda: server.running() == 6 or ends, "both wait", PATIENT_S)
+    wait_for(lambda: server.running() == FEW_SLOTS + 2 or ends, "both wait", PATIENT_S)
     for stream in long:
         stream.close()
     for thread in threads:
@@ -200,6 +247,52 @@ def test_events_missed_while_the_connection_was_cut_are_replayed(
             thread.start()
             wait_for(lambda: worker.load().loads[0].running == 1, "others' requests are load")
             thread.join()
+
+
+@pytest.mark.cell("sglang", "cancellation")
+def test_a_client_that_disconnects_frees_its_slot_and_its_place_in_the_queue(
+    sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
+) -> None:
+    server = sglang_servers[1]
+    kept, *closed = occupy(sglang_mesh, server, seed=80)
+    body = at_server(sglang_mesh, server) | {"prompt": prompt_of(84, 40), "max_tokens": 8}
+    with sent(sglang_mesh, body):
+        wait_for(lambda: server.running() == FEW_SLOTS + 1, "one waits", PATIENT_S)
+    wait_for(lambda: server.running() == FEW_SLOTS, "it has left the queue", PATIENT_S)
+    assert all(one.is_open for one in (kept, *closed)), "no slot was free"
+    for stream in closed:
+        stream.close()
+    wait_for(lambda: server.running() == 1, "the server aborted what was closed", PATIENT_S)
+    assert kept.is_open, "those closed have the same length"
+    kept.close()
+    wait_for(lambda: server.running() == 0, "the last one too", PATIENT_S)
+
+
+def at_server(mesh: ServersMesh, server: SglangServer) -> Json:
+    """Returns a part of the body of a completion at one server."""
+    nvext = {"backend_instance_id": mesh.worker_of(server)}
+    return {"model": mesh.model, "ignore_eos": True, "nvext": nvext}
+
+
+def occupy(mesh: ServersMesh, server: SglangServer, seed: int) -> list[Stream]:
+    """Returns begun long streams in all slots of the second server."""
+    body = at_server(mesh, server) | {"max_tokens": 1900}
+    prompts = [prompt_of(seed + at, 40) for at in range(FEW_SLOTS)]
+    streams = [Stream(mesh, "/v1/completions", body | {"prompt": one}) for one in prompts]
+    for stream in streams:
+        stream.wait_begun()
+    wait_for(lambda: server.running() == FEW_SLOTS, "all slots are taken", PATIENT_S)
+    return streams
+
+
+@contextmanager
+def sent(mesh: ServersMesh, body: Json) -> Iterator[None]:
+    """Has sent a completion, whose client disconnects at the end."""
+    host = urlsplit(mesh.url)
+    headers = {"content-type": "application/json"}
+    with closing(HTTPConnection(host.hostname or "", host.port, timeout=PATIENT_S)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        yield
 
 
 def _generate(server: SglangServer, prompt: list[int], count: int = 1, **fields: Any) -> None:

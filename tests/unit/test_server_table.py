@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.adapters.features import COLUMNS, PAGE, PROVED, Cell, proved_cells, read_cells
+from worker_svc.conformance.checks import all_checks
 
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 # Columns of a mark that names each kind of its test.
@@ -25,6 +27,12 @@ def marked_cells() -> Iterator[Cell]:
 
 def test_each_cell_that_is_called_tested_has_a_test_and_each_named_cell_is_one() -> None:
     assert set(marked_cells()) == proved_cells()
+
+
+def test_the_page_has_the_number_of_checks_of_the_contract_kit() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    counts = set(re.findall(r"\d+ of (\d+)", "\n".join(rows)))
+    assert counts == {str(len(all_checks()))}
 
 
 def test_each_other_cell_states_what_it_is() -> None:
