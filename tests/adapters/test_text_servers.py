@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -62,7 +63,7 @@ def answer(found: Json) -> tuple[Json, ...]:
 @pytest.mark.cell("*", "chats, completions, streams", "chat templates, tokenizing", "usage")
 @pytest.mark.cell("*", "stop strings", "log probabilities")
 def test_responses_are_those_of_the_server(
-    text_mesh: ServersMesh, text_servers: list[TextServer]
+    kind: str, text_mesh: ServersMesh, text_servers: list[TextServer]
 ) -> None:
     server = text_servers[0]
     body = chat_of(server)
@@ -74,10 +75,11 @@ def test_responses_are_those_of_the_server(
         ask(server.url, COMPLETIONS, prompt)
     )
     plain, counted = (
-        Stream(text_mesh, CHAT, body),
+        Stream(text_mesh, CHAT, body, x_request_id=f"{kind}-plain"),
         Stream(text_mesh, CHAT, body | {"stream_options": {"include_usage": True}}),
     )
     assert not any(one.get("usage") for one in plain.join())
+    assert text_mesh.request_line(f"{kind}-plain")["completion_tokens"] == 12, "it is counted"
     assert [one["usage"]["completion_tokens"] for one in counted.join() if one.get("usage")] == [12]
     assert plain.text == counted.text == text
     stop = text[len(text) // 2 :][:4]
@@ -98,6 +100,13 @@ def test_constraints_tools_and_seeds_reach_the_server(
     body = chat_of(server, max_tokens=200)
     choice = text_mesh.post(CHAT, body | {"response_format": form})["choices"][0]
     assert json.loads(choice["message"]["content"])["city"] in ("Oslo", "Rome")
+    # llama-server has grammars in place of expressions.
+    patterns = {
+        "llama": {"grammar": 'root ::= "b" [aeiou]'},
+        "openai": {"guided_regex": "b[aeiou]"},
+    }
+    choice = text_mesh.post(CHAT, body | patterns[kind])["choices"][0]
+    assert re.fullmatch("b[aeiou]", choice["message"]["content"])
     tool = {"type": "function", "function": {"name": "weather", "parameters": TOOL}}
     forced = body | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     found, plain = text_mesh.post(CHAT, forced), text_mesh.post(CHAT, body)
