@@ -93,6 +93,8 @@ class ModelServer:
         self.shortens = True
         self.has_other_tokenizer = False
         self.generates_too = False
+        # Of "text": chats that it still refuses because it is busy.
+        self.busy_chats = 0
         # Status and error of each request for a vector; None: it computes them.
         self.refusal: tuple[int, dict[str, Any]] | None = None
         self.step_s = step_s
@@ -190,6 +192,10 @@ class ModelServer:
         self, writer: asyncio.StreamWriter, method: str, path: str, body: dict[str, Any]
     ) -> None:
         if path in _GENERATE_PATHS[self.api] and (self.generates_too or not self.pooling):
+            if self.busy_chats:
+                self.busy_chats -= 1
+                self._write(writer, 503, {"error": {"message": "busy"}})
+                return
             self.bodies.append(body)
             await (self._complete if self.api == "text" else self._generate)(writer, body)
             return

@@ -174,7 +174,7 @@ def error_of(status: int, content: bytes, url: str, headers: Mapping[str, str]) 
     if status in (400, 404, 413, 422):
         return InvalidRequest(_error_text(content), _error_field(content))
     if _TOO_LARGE in content:
-        return PromptTooLong(text)
+        return PromptTooLong(_error_text(content))
     if status == 501:
         return Unimplemented(text)
     return WorkerLost(text, retryable=True)

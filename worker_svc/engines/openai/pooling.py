@@ -27,6 +27,8 @@ from worker_svc.engines.sglang.sampling import build_pooling_arguments
 
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 CLASSIFY_PATH: Final = "/classify"
+# Of vectors, classes, and of a pair of texts.
+_VALUE_NAMES: Final = ("embedding", "probs", "score")
 
 Pooling: TypeAlias = Literal["embedding", "score"]
 # What a server returns for one prompt: coordinates, or values of classes.
@@ -44,10 +46,10 @@ def read_values(content: bytes) -> Values:
     requested. Raises AttributeError, LookupError, TypeError or ValueError for another response."""
     found = orjson.loads(content)
     (entry,) = found.get("data", (found,))
-    value = entry["probs"] if "probs" in entry else entry["embedding"]
+    (value,) = (entry[name] for name in _VALUE_NAMES if name in entry)
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4")
-    return np.asarray(value, dtype=np.float32)
+    return np.atleast_1d(np.asarray(value, dtype=np.float32))
 
 
 class PoolingCall:

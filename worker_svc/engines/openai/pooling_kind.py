@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import numpy as np
-import orjson
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.embedding import Vector, shorten
@@ -93,8 +93,7 @@ async def _is_embedding_server(
         return True
     message = {"role": "user", "content": TEXT}
     body = {"model": facts.model, "messages": [message], "max_tokens": 1}
-    response = await client.try_post("/v1/chat/completions", body)
-    return response.status_code != 200
+    return (await _post(client, "/v1/chat/completions", body)).status_code != 200
 
 
 def _with_tokenizer(client: ServerClient, config: ServerConfig, facts: ServerFacts) -> ServerFacts:
@@ -136,13 +135,10 @@ async def _measure(client: ServerClient, facts: ServerFacts, ids: list[int]) -> 
 async def _check_pairs(client: ServerClient, facts: ServerFacts, ids: list[int]) -> None:
     """Raises Unsupported if the score of the joined token ids of two texts is another one than the
     server's own for the texts, as with token types or a template."""
-    own = await client.try_post(
-        "/score", {"model": facts.model, "text_1": TEXT, "text_2": SECOND_TEXT}
-    )
-    body = {"model": facts.model, "input": ids}
-    found = await _values(client, CLASSIFY_PATH, body)
-    own_score = orjson.loads(own.content)["data"][0]["score"] if own.status_code == 200 else None
-    if found is None or own_score is None or abs(float(found[0]) - own_score) > TOLERANCE:
+    texts = {"model": facts.model, "text_1": TEXT, "text_2": SECOND_TEXT}
+    own = await _values(client, "/score", texts)
+    found = await _values(client, CLASSIFY_PATH, {"model": facts.model, "input": ids})
+    if own is None or found is None or not np.allclose(own, found, rtol=0, atol=TOLERANCE):
         text = f"{client.url} does not join the texts of a pair as its tokenizer does"
         raise Unsupported("server_urls", f"{text}, or takes no token ids at {CLASSIFY_PATH}")
 
@@ -154,12 +150,17 @@ async def _embed(
     return None if values is None else read_vector({"embedding": values})
 
 
-async def _values(client: ServerClient, path: str, body: Mapping[str, Any]) -> Values | None:
-    """Returns what a server computes; None if it does not. Raises Overloaded, Unavailable and
-    WorkerLost for a server that may do it later."""
+async def _post(client: ServerClient, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    """Raises Overloaded, Unavailable and WorkerLost for a server that may respond later."""
     response = await client.try_post(path, body)
     if response.status_code in (429, 503):
         raise error_of(response.status_code, response.content, client.url, response.headers)
+    return response
+
+
+async def _values(client: ServerClient, path: str, body: Mapping[str, Any]) -> Values | None:
+    """Returns what a server computes; None if it does not. Raises as `_post`."""
+    response = await _post(client, path, body)
     if response.status_code != 200:
         return None
     try:
