@@ -530,6 +530,47 @@ async def test_a_name_without_addresses_differs_from_a_name_server_that_fails(
 
 
 @pytest.mark.slow
+def test_requests_leave_a_server_that_freezes_while_it_computes(tmp_path: Path) -> None:
+    """The probes of its worker end too, by their timeouts: no steps of the server."""
+    prompt, count = list(range(20, 60)), 60
+    with ModelServer("vllm", step_s=0.02) as first, ModelServer("vllm", step_s=0.02) as second:
+        flags = ["--engine=openai", f"--server-urls={first.url},{second.url}"]
+        flags += ["--step-limit-s=0.5", "--canary-idle-s=0.5", "--canary-timeout-s=0.5"]
+        with ServersMesh(tmp_path, workers=1, worker_flags=flags) as mesh:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True}
+            nvext = {"extra_fields": ["completion_token_ids"]}
+            url = f"{mesh.url}/v1/completions"
+
+            def post(at: int, tokens: int = 4) -> int:
+                new = body | {"prompt": [100 + at] * 40, "max_tokens": tokens}
+                return mesh.http.post(url, json=new, timeout=PATIENT_S).status_code
+
+            def received(server: ModelServer) -> int:
+                return sum(len(one["prompt"]) >= 40 for one in server.bodies)
+
+            wait_for(
+                lambda: (
+                    post(50, 30) == post(51, 30) == 200 and received(first) and received(second)
+                ),
+                "the worker has observed steps of both, which limit the next ones",
+            )
+            with mesh.http.stream(
+                "POST", url, json=body | {"stream": True, "nvext": nvext}
+            ) as response:
+                wait_for(lambda: first.running + second.running == 1, "one server computes")
+                frozen, other = (first, second) if first.running else (second, first)
+                frozen.is_frozen = True
+                events = read_events(response)
+            found = [one["nvext"]["completion_token_ids"] for one in events if "nvext" in one]
+            assert found == [expected(prompt, count)]
+            with ThreadPoolExecutor(6) as pool:
+                assert [*pool.map(post, range(6))] == [200] * 6
+            assert [post(at) for at in range(6, 9)] == [200] * 3
+            assert received(other) >= 10
+            frozen.is_frozen = False
+
+
+@pytest.mark.slow
 def test_a_server_without_token_ids_gets_the_bodies_of_clients(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "outer").mkdir()

@@ -320,7 +320,8 @@ class ServerEngine:
         try:
             async with aclosing(self._outputs(call, ctx)) as outputs:
                 async for output in outputs:
-                    self._chunks[rank] += 1
+                    # The end of a stopped request is made here, and is no step of the server.
+                    self._chunks[rank] += not ctx.is_stopped
                     if not has_output:
                         has_output = True
                         self._with_output[rank] += 1
@@ -453,7 +454,8 @@ class ServerEngine:
             waiting = self._open[rank] - running
             if self._is_load_current:
                 unseen = min(self._sent[rank] - self._polled[rank], waiting)
-                running, waiting = load.running, load.waiting + unseen
+                # Those with output run there, even if the poll is older or waits for its response.
+                running, waiting = max(load.running, running), load.waiting + unseen
             loads.append(
                 Load(
                     engine_step=self._chunks[rank] + load.progress,
