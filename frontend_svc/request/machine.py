@@ -451,7 +451,7 @@ class RequestMachine:
         ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
         elif not is_retryable or self._failures >= self.plan.attempts_max:
-            self._finish(FinishReason.ERROR, error)
+            self._finish(FinishReason.ERROR, self._last_error(error))
         elif (self.generated or self._chunks) and (blockers := self._migration_blockers()):
             lost = not_migratable(error.message, blockers)
             self._finish(FinishReason.ERROR, lost if error.retryable else error)
@@ -462,6 +462,14 @@ class RequestMachine:
             message = f"retry budget exhausted after: {error.message}; retry after 1 s"
             exhausted = Unavailable(message, 1.0, reason="RETRY_BUDGET")
             self._finish(FinishReason.ERROR, exhausted if error.retryable else error)
+
+    def _last_error(self, error: MeshError) -> MeshError:
+        """Returns the error of a request that gets no further attempt. If every worker that has not
+        failed it cannot continue the response, it states why."""
+        pool, _ = self._candidates()
+        if not (error.retryable and self.unsuitable and pool <= self._excluded):
+            return error
+        return not_migratable(error.message, next(iter(self.unsuitable.values())))
 
     def _migration_blockers(self) -> str:
         """Returns why the started response ends, "" if it continues on another worker. It waits for

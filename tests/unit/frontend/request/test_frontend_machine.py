@@ -967,6 +967,23 @@ def test_a_wait_for_a_suitable_worker_ends_with_what_the_others_lack(is_penalise
     assert ("presence_penalty" if is_penalised else engine) in not_migratable_error(fixture)
 
 
+@pytest.mark.parametrize("rest", [SGLANG, VLLM])
+def test_the_last_loss_of_a_response_names_what_the_other_workers_lack(rest: EngineTraits) -> None:
+    fixture = begun_on({11: VLLM, 12: rest})
+    for token in range(3, 2 + fixture.machine.plan.attempts_max):
+        fixture.ports.leg.lost(LOST)
+        fixture.run(11, [token])
+    fixture.ports.leg.lost(LOST)
+    error = fixture.ports.outcome.error
+    assert error is not None
+    if rest is VLLM:
+        assert error == LOST, "the other worker was not tried"
+    else:
+        engine = "its engine (sglang, not vllm, which began the response)"
+        assert f"{LOST.message}; the response had started" in not_migratable_error(fixture)
+        assert engine in not_migratable_error(fixture)
+
+
 def test_an_internal_error_of_an_engine_is_not_retried_if_the_others_have_another_one() -> None:
     fixture = begun_on({11: SGLANG, 12: VLLM})
     fixture.ports.leg.rejected(InternalError("broken"))
