@@ -160,9 +160,10 @@ scale: $(VENV)/.dev ## A fleet of WORKERS=300: time until routable, CPU idle and
 router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load; checks the bookings (minutes)
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
 
-# Envoy has an environment of its own.
-epp-test: $(VENV)/.dev .venv-epp/.ready ## Endpoint pickers behind a real Envoy: protocol, hit rates, a picker killed (4 minutes); last line is JSON
-	@$(BIN)/python -m tests.epp $(ARGS)
+# Envoy has an environment of its own; ARGS=--sglang runs in that of SGLang.
+EPP_SGLANG := $(findstring --sglang,$(ARGS))
+epp-test: $(VENV)/.dev .venv-epp/.ready $(if $(EPP_SGLANG),setup-sglang) ## Endpoint pickers behind a real Envoy: protocol, hit rates, a picker killed (4 minutes); last line is JSON
+	@$(if $(EPP_SGLANG),.venv-sglang/bin,$(BIN))/python -m tests.epp $(ARGS)
 
 .venv-epp/.ready: tests/epp/requirements.txt
 	@$(PY) -m venv .venv-epp
@@ -244,7 +245,7 @@ test-adapters: ## Stock SGLang servers, llama-servers and OpenAI APIs behind the
 setup-vllm: ## Install vLLM for a CPU into .venv-vllm (2.4 GB, minutes)
 	@PYTHON=$(PY) deploy/vllm/venv.sh
 
-test-vllm: $(VENV)/.dev setup-vllm ## Stock vLLM servers behind the adapter (5 minutes, 5 GB of memory); last line is JSON
+test-vllm: $(VENV)/.dev setup-vllm setup-sglang ## Stock vLLM servers behind the adapter, also beside SGLang (7 minutes, 6 GB of memory); last line is JSON
 	@$(BIN)/python -m tests.vllm $(ARGS)
 
 # On a machine with one NVIDIA GPU; ARGS='--device cpu' runs all of it with a tiny model.

@@ -138,8 +138,10 @@ def a_body_in_chunks_arrives(bed: Bed) -> None:
 
 
 def a_body_with_trailers_arrives(bed: Bed) -> None:
-    status, _ = bed.send_raw("picked", [*_chunks(bed, "trailers"), b"0\r\nx-checksum: 1\r\n\r\n"])
-    assert status == 200
+    status, text = bed.send_raw(
+        "picked", [*_chunks(bed, "trailers"), b"0\r\nx-checksum: 1\r\n\r\n"]
+    )
+    assert status == 200, text
     bed.no_bookings()
 
 
