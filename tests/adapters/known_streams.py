@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from tests.adapters.servers_mesh import ServersMesh, Stream
+from tests.adapters.servers_mesh import PATIENT_S, ServersMesh, Stream
+from tests.kit.waiting import wait_for
 
 
 class CountingServer(Protocol):
@@ -44,7 +45,6 @@ class KnownStreams:
 
 
 def busiest(servers: Sequence[S]) -> S:
-    """Returns the server with the most requests, at least one."""
-    loser = max(servers, key=lambda one: one.running())
-    assert loser.running(), "it computes"
-    return loser
+    """Returns the server that reports the most requests, at least one; it may report them late."""
+    wait_for(lambda: any(one.running() for one in servers), "a server computes", PATIENT_S)
+    return max(servers, key=lambda one: one.running())
