@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -18,8 +17,7 @@ from common.rpc import channel as rpc
 from common.service.health import MEMBER_SERVICE
 from common.service.routable.peers import Routable
 from common.service.routable.service import read_routable
-from tests.kit.logs import logs_on_failure
-from tests.kit.processes import Mesh, Service
+from tests.kit.processes import Mesh, Service, mesh_fixture
 from tests.kit.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.slow
@@ -29,20 +27,29 @@ ROLLED = 5
 TOKEN = "not that of the mesh, 32 bytes.."
 
 
+mesh = mesh_fixture(
+    frontends=2,
+    routers=2,
+    indexers=1,
+    workers=1,
+    worker_flags=["--speedup=20", "--metrics-port=0"],
+)
+Spawn = Callable[..., Service]
+
+
 @pytest.fixture
-def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    with (
-        Mesh(
-            tmp_path,
-            frontends=2,
-            routers=2,
-            indexers=1,
-            workers=1,
-            worker_flags=["--speedup=20", "--metrics-port=0"],
-        ) as running,
-        logs_on_failure(running, request),
-    ):
-        yield running
+def spawn(mesh: Mesh) -> Iterator[Spawn]:
+    """Starts a process as `Mesh.spawn` and waits until it is ready; it ends with the test."""
+    started: list[Service] = []
+
+    def start(kind: str, *flags: str) -> Service:
+        started.append(mesh.spawn(kind, *flags))
+        return started[-1].wait_ready()
+
+    yield start
+    for service in started:
+        service.kill()
+    wait_for(mesh.is_complete, "the other tests have the mesh as it was")
 
 
 def is_serving(service: Service, name: str = "") -> bool:
@@ -70,13 +77,13 @@ def complete(url: str, model: str) -> httpx.Response:
 
 
 def test_every_member_of_a_mesh_becomes_routable_and_no_process_with_another_token(
-    mesh: Mesh,
+    mesh: Mesh, spawn: Spawn
 ) -> None:
-    for service in mesh.services:
+    for service in [one for one in mesh.services if one.process.poll() is None]:
         wait_for(lambda service=service: is_serving(service), f"{service.name} is routable")  # type: ignore[misc]
         assert read(service) == Routable(True)
         assert service.wait_routable()["given_up"] == []
-    stranger = mesh.spawn("worker", f"--mesh-token={TOKEN}").wait_ready()
+    stranger = spawn("worker", f"--mesh-token={TOKEN}")
     (peer,) = read(stranger, rpc.Security(token=TOKEN)).missing
     assert (peer.instance_id, peer.service) == (stranger.instance_id, "worker")
     assert "no other member proves its mesh token" in peer.reason
@@ -84,12 +91,14 @@ def test_every_member_of_a_mesh_becomes_routable_and_no_process_with_another_tok
     assert stranger.events("routable") == []
 
 
-def test_a_stopped_frontend_is_missing_then_given_up_and_both_times_named(mesh: Mesh) -> None:
+def test_a_stopped_frontend_is_missing_then_given_up_and_both_times_named(
+    mesh: Mesh, spawn: Spawn
+) -> None:
     stopped = mesh.running("frontend")[1]
     stopped.send(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        worker = mesh.spawn("worker", f"--routable-limit-s={LIMIT_S:g}").wait_ready()
+        worker = spawn("worker", f"--routable-limit-s={LIMIT_S:g}")
         ready_s = time.monotonic() - began
 
         def named() -> bool:
@@ -113,17 +122,20 @@ def test_a_stopped_frontend_is_missing_then_given_up_and_both_times_named(mesh: 
     wait_for(lambda: read(worker) == Routable(True), "the frontend acknowledges it late")
 
 
-def test_a_routable_worker_serves_the_next_request_of_every_frontend(mesh: Mesh) -> None:
+def test_a_routable_worker_serves_the_next_request_of_every_frontend(
+    mesh: Mesh, spawn: Spawn
+) -> None:
     for number in range(ROLLED):
         model = f"rolled-{number}"
-        worker = mesh.spawn("worker", f"--model-name={model}").wait_ready()
+        worker = spawn("worker", f"--model-name={model}")
         wait_for(lambda: is_serving(worker), "the worker is routable")  # noqa: B023
         assert [complete(url, model).status_code for url in mesh.urls] == [200, 200]
         worker.kill()
 
 
-def test_a_worker_ends_only_when_no_frontend_sends_it_requests(mesh: Mesh) -> None:
-    (worker,) = mesh.workers
+def test_a_worker_ends_only_when_no_frontend_sends_it_requests(mesh: Mesh, spawn: Spawn) -> None:
+    worker = spawn("worker", "--model-name=leaving")  # the last one of its model
+    wait_for(lambda: read(worker) == Routable(True), "every frontend sends it requests")
     stopped = mesh.running("frontend")[1]
     stopped.send(signal.SIGSTOP)
     try:
@@ -141,9 +153,9 @@ def test_a_worker_ends_only_when_no_frontend_sends_it_requests(mesh: Mesh) -> No
     assert worker.events("left_with_peers") == []
 
 
-def test_a_new_frontend_is_routable_once_it_serves_every_model(mesh: Mesh) -> None:
-    mesh.spawn("worker", "--model-name=second").wait_ready()
-    frontend = mesh.spawn("frontend").wait_ready()
+def test_a_new_frontend_is_routable_once_it_serves_every_model(spawn: Spawn) -> None:
+    spawn("worker", "--model-name=second")
+    frontend = spawn("frontend")
     wait_for(lambda: is_serving(frontend), "the frontend is routable")
     url = frontend.addresses["http"]
     assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200

@@ -16,8 +16,8 @@ import pytest
 
 from tests.chaos.client import body_of
 from tests.kit.oracle import Oracle
-from tests.kit.processes import Mesh, Service
-from tests.kit.waiting import WAIT_S, until
+from tests.kit.processes import Mesh, Service, mesh_fixture
+from tests.kit.waiting import WAIT_S, until, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,8 @@ HANG_RECOVERY_MAX_S = 10.0
 STOPPED_S = 5.0
 # Such a stream has not ended when its worker dies.
 LONG_STREAM_TOKENS = 2000
+
+shared_mesh = mesh_fixture()
 
 
 @dataclass(slots=True)
@@ -73,6 +75,16 @@ class Probe:
         return longest
 
 
+@pytest.fixture
+def mesh(shared_mesh: Mesh) -> Mesh:
+    """The mesh of the module with two workers and a router, of which the test may end some."""
+    for kind, count in (("worker", 2), ("router", 1)):
+        for _ in range(count - len(shared_mesh.running(kind))):
+            shared_mesh.spawn(kind).wait_ready()
+    wait_for(shared_mesh.is_complete, "the frontend uses the router and both workers")
+    return shared_mesh
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -99,10 +111,11 @@ async def read_stream(client: httpx.AsyncClient, stream: Stream, tokens: int = T
 
 
 @asynccontextmanager
-async def open_client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(mesh: Mesh, url: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the frontend at `url`, by default of the oldest one."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=mesh.url, timeout=WAIT_S, trust_env=False, limits=limits
+        base_url=url or mesh.url, timeout=WAIT_S, trust_env=False, limits=limits
     ) as client:
         yield client
 
@@ -163,28 +176,31 @@ def logged_requests(mesh: Mesh) -> list[dict[str, Any]]:
 
 
 async def test_streams_of_a_killed_worker_migrate_without_an_error(
-    start: Any, oracle: Oracle
+    mesh: Mesh, oracle: Oracle
 ) -> None:
-    with start() as mesh:
-        # Twice as long as elsewhere, so that none ends before the slots are counted.
-        async with (
-            open_client(mesh) as client,
-            run_probe(client) as probe,
-            open_streams(client, STREAMS, 2 * TOKENS) as (streams, end),
-        ):
-            victim = busiest_worker(mesh)
-            held = victim.open_slots()
-            victim.kill()
-            await asyncio.wait_for(end, WAIT_S)
-            assert held > 0
-            assert_exact(streams, oracle, 2 * TOKENS)
-            assert probe.outage_s() < OUTAGE_MAX_S
-            print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
-                  f"{probe.outage_s():.3f} s")  # fmt: skip
-        await until(lambda: len(logged_requests(mesh)) >= STREAMS, "the streams are in the log")
-        migrated = [r for r in logged_requests(mesh) if r["attempts"] > 1 and r["status"] == 200]
-        assert len(migrated) >= held - 1, "streams that did not migrate had ended before"
-        assert all(len(r["workers"]) == r["attempts"] for r in migrated)
+    before = len(logged_requests(mesh))
+    # Twice as long as elsewhere, so that none ends before the slots are counted.
+    async with (
+        open_client(mesh) as client,
+        run_probe(client) as probe,
+        open_streams(client, STREAMS, 2 * TOKENS) as (streams, end),
+    ):
+        victim = busiest_worker(mesh)
+        held = victim.open_slots()
+        victim.kill()
+        await asyncio.wait_for(end, WAIT_S)
+        assert held > 0
+        assert_exact(streams, oracle, 2 * TOKENS)
+        assert probe.outage_s() < OUTAGE_MAX_S
+        print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
+              f"{probe.outage_s():.3f} s")  # fmt: skip
+    await until(
+        lambda: len(logged_requests(mesh)) >= before + STREAMS, "the streams are in the log"
+    )
+    logged = logged_requests(mesh)[before:]
+    migrated = [r for r in logged if r["attempts"] > 1 and r["status"] == 200]
+    assert len(migrated) >= held - 1, "streams that did not migrate had ended before"
+    assert all(len(r["workers"]) == r["attempts"] for r in migrated)
 
 
 async def test_without_a_worker_and_a_wait_requests_get_503_until_a_worker_is_back(
@@ -238,26 +254,26 @@ async def test_without_a_worker_and_a_wait_requests_get_503_until_a_worker_is_ba
     ids=["streams end", "streams are cut"],
 )
 async def test_no_request_fails_while_a_worker_drains(
-    start: Any, oracle: Oracle, drain_s: float, tokens: int
+    mesh: Mesh, oracle: Oracle, drain_s: float, tokens: int
 ) -> None:
-    with start(worker_flags=[f"--drain-s={drain_s}"]) as mesh:
-        async with (
-            open_client(mesh) as client,
-            run_probe(client) as probe,
-            open_streams(client, STREAMS, tokens) as (streams, end),
-        ):
-            draining = busiest_worker(mesh)
-            assert draining.open_slots() > 0
-            draining.send(signal.SIGTERM)
-            status = await asyncio.to_thread(draining.wait)
-            await asyncio.wait_for(end, WAIT_S)
-            assert_exact(streams, oracle, tokens)
-            answered = len(probe.results)
-            await until(lambda: len(probe.results) >= answered + 10, "the other worker serves")
-            assert probe.failures == []
-        assert status == 0, draining.tail()
-        was_cut = draining.events("calls_cancelled")
-        assert bool(was_cut) == (drain_s < 1)
+    draining = mesh.spawn("worker", f"--drain-s={drain_s}").wait_ready()
+    await asyncio.to_thread(draining.wait_routable)
+    async with (
+        open_client(mesh) as client,
+        run_probe(client) as probe,
+        open_streams(client, STREAMS, tokens) as (streams, end),
+    ):
+        assert draining.open_slots() > 0
+        draining.send(signal.SIGTERM)
+        status = await asyncio.to_thread(draining.wait)
+        await asyncio.wait_for(end, WAIT_S)
+        assert_exact(streams, oracle, tokens)
+        answered = len(probe.results)
+        await until(lambda: len(probe.results) >= answered + 10, "the other workers serve")
+        assert probe.failures == []
+    assert status == 0, draining.tail()
+    was_cut = draining.events("calls_cancelled")
+    assert bool(was_cut) == (drain_s < 1)
 
 
 async def test_the_last_worker_completes_its_streams_before_it_exits(
@@ -273,45 +289,46 @@ async def test_the_last_worker_completes_its_streams_before_it_exits(
             assert await asyncio.to_thread(worker.wait) == 0
 
 
-async def test_streams_of_a_hung_worker_migrate(start: Any, oracle: Oracle) -> None:
-    with start() as mesh:
-        async with open_client(mesh) as client, open_streams(client) as (streams, end):
-            hung = busiest_worker(mesh)
-            assert hung.open_slots() > 0
-            hung.send(signal.SIGSTOP)
-            began = now()
-            try:
-                await asyncio.wait_for(end, WAIT_S)
-            finally:
-                hung.send(signal.SIGCONT)
-            print(f"all ended {now() - began:.1f} s after the hang began")
-            assert now() - began < HANG_RECOVERY_MAX_S
-            assert_exact(streams, oracle)
-            await until(lambda: hung.open_slots() == 0, "the worker frees its slots")
+async def test_streams_of_a_hung_worker_migrate(mesh: Mesh, oracle: Oracle) -> None:
+    async with open_client(mesh) as client, open_streams(client) as (streams, end):
+        hung = busiest_worker(mesh)
+        assert hung.open_slots() > 0
+        hung.send(signal.SIGSTOP)
+        began = now()
+        try:
+            await asyncio.wait_for(end, WAIT_S)
+        finally:
+            hung.send(signal.SIGCONT)
+        print(f"all ended {now() - began:.1f} s after the hang began")
+        assert now() - began < HANG_RECOVERY_MAX_S
+        assert_exact(streams, oracle)
+        await until(lambda: hung.open_slots() == 0, "the worker frees its slots")
 
 
 async def test_a_frontend_that_was_stopped_does_not_migrate_its_streams(
-    start: Any, oracle: Oracle
+    mesh: Mesh, oracle: Oracle
 ) -> None:
-    with start() as mesh:
-        async with open_client(mesh) as client, open_streams(client) as (streams, end):
+    async def totals() -> dict[str, float]:
+        text = (await client.get("/metrics")).text
+        pattern = r"^kvmesh_(frontend_retries|event_loop_stalled_seconds)_total (.+)"
+        return {name: float(value) for name, value in re.findall(pattern, text, re.M)}
+
+    async with open_client(mesh) as client:
+        before = await totals()
+        async with open_streams(client) as (streams, end):
             mesh.frontend.send(signal.SIGSTOP)
             # Sleep: the frontend is stopped for this time.
             await asyncio.sleep(STOPPED_S)
             mesh.frontend.send(signal.SIGCONT)
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle)
-            metrics = (await client.get("/metrics")).text
-    values = dict(
-        re.findall(
-            r"^kvmesh_(frontend_retries|event_loop_stalled_seconds)_total (.+)", metrics, re.M
-        )
-    )
-    assert float(values["frontend_retries"]) == 0.0
-    assert float(values["event_loop_stalled_seconds"]) > STOPPED_S - 1.0
+            after = await totals()
+    assert after["frontend_retries"] == before["frontend_retries"]
+    stalled_s = after["event_loop_stalled_seconds"] - before["event_loop_stalled_seconds"]
+    assert stalled_s > STOPPED_S - 1.0
 
 
-async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Oracle) -> None:
+async def test_no_request_fails_while_a_frontend_drains(mesh: Mesh, oracle: Oracle) -> None:
     async def persistent(client: httpx.AsyncClient, number: int) -> int:
         """Sends requests on one connection until a response closes it; returns their number."""
         prompt, count = f"Client {number}", 0
@@ -326,76 +343,77 @@ async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Orac
                 return count
 
     # Time for the next request of each client: its response closes the connection.
-    with start(frontend_flags=["--notice-s=2"]) as mesh:
-        async with open_client(mesh) as client, open_streams(client) as (streams, end):
-            draining = mesh.frontend
-            clients = [asyncio.create_task(persistent(client, number)) for number in range(8)]
-            draining.send(signal.SIGTERM)
-            counts = await asyncio.wait_for(asyncio.gather(*clients), WAIT_S)
-            assert all(counts)
-            await asyncio.wait_for(end, WAIT_S)
-            assert_exact(streams, oracle)
-            began = now()
-            assert await asyncio.to_thread(draining.wait) == 0
-            print(f"ended {now() - began:.2f} s after its last response")
-        assert draining.events("calls_cancelled") == []
+    draining = mesh.spawn("frontend", "--notice-s=2").wait_ready()
+    await until(mesh.is_complete, "the new frontend uses the router and both workers")
+    url = draining.addresses["http"]
+    async with open_client(mesh, url) as client, open_streams(client) as (streams, end):
+        clients = [asyncio.create_task(persistent(client, number)) for number in range(8)]
+        draining.send(signal.SIGTERM)
+        counts = await asyncio.wait_for(asyncio.gather(*clients), WAIT_S)
+        assert all(counts)
+        await asyncio.wait_for(end, WAIT_S)
+        assert_exact(streams, oracle)
+        began = now()
+        assert await asyncio.to_thread(draining.wait) == 0
+        print(f"ended {now() - began:.2f} s after its last response")
+    assert draining.events("calls_cancelled") == []
 
 
 async def test_streams_longer_than_the_frontends_drain_end_with_a_typed_error(
-    start: Any,
+    mesh: Mesh,
 ) -> None:
-    with start(frontend_flags=["--notice-s=0", "--drain-s=0.2"]) as mesh:
-        async with (
-            open_client(mesh) as client,
-            open_streams(client, 4, LONG_STREAM_TOKENS) as (streams, end),
-        ):
-            draining = mesh.frontend
-            draining.send(signal.SIGTERM)
-            await asyncio.wait_for(end, WAIT_S)
-            assert await asyncio.to_thread(draining.wait) == 0
-        for stream in streams:
-            assert stream.error is not None
-            assert stream.error["code"] == "unavailable"
+    draining = mesh.spawn("frontend", "--notice-s=0", "--drain-s=0.2").wait_ready()
+    await until(mesh.is_complete, "the new frontend uses the router and both workers")
+    async with (
+        open_client(mesh, draining.addresses["http"]) as client,
+        open_streams(client, 4, LONG_STREAM_TOKENS) as (streams, end),
+    ):
+        draining.send(signal.SIGTERM)
+        await asyncio.wait_for(end, WAIT_S)
+        assert await asyncio.to_thread(draining.wait) == 0
+    for stream in streams:
+        assert stream.error is not None
+        assert stream.error["code"] == "unavailable"
 
 
 async def test_without_a_router_streams_continue_and_new_requests_are_served(
-    start: Any, oracle: Oracle
+    mesh: Mesh, oracle: Oracle
 ) -> None:
-    with start() as mesh:
-        async with (
-            open_client(mesh) as client,
-            open_streams(client, STREAMS, 600) as (streams, end),
-        ):
-            mesh.router.kill()
-            began = now()
-            late_stream = Stream("Late")
-            await asyncio.wait_for(read_stream(client, late_stream, 10), WAIT_S)
-            took_s = now() - began
-            assert_exact([late_stream], oracle, 10)
-            print(f"served unrouted after {took_s:.2f} s")
-            assert took_s < UNROUTED_MAX_S
-            health = (await client.get("/health")).json()
-            assert (health["status"], health["reasons"]) == ("healthy", [])
-            assert any("no router answers" in reason for reason in health["degraded"])
-            await asyncio.wait_for(end, WAIT_S)
-            assert_exact(streams, oracle, 600)
+    before = len(logged_requests(mesh))
+    async with (
+        open_client(mesh) as client,
+        open_streams(client, STREAMS, 600) as (streams, end),
+    ):
+        mesh.router.kill()
+        began = now()
+        late_stream = Stream("Late")
+        await asyncio.wait_for(read_stream(client, late_stream, 10), WAIT_S)
+        took_s = now() - began
+        assert_exact([late_stream], oracle, 10)
+        print(f"served unrouted after {took_s:.2f} s")
+        assert took_s < UNROUTED_MAX_S
+        health = (await client.get("/health")).json()
+        assert (health["status"], health["reasons"]) == ("healthy", [])
+        assert any("no router answers" in reason for reason in health["degraded"])
+        await asyncio.wait_for(end, WAIT_S)
+        assert_exact(streams, oracle, 600)
 
-            router = mesh.spawn("router")
-            await asyncio.to_thread(router.wait_ready)
-            ready_at = now()
-            await until(mesh.is_complete, "the frontend uses the new router")
-            print(f"routed again {now() - ready_at:.2f} s after the router was ready")
-            second_stream = Stream("Again")
-            began = now()
-            await asyncio.wait_for(read_stream(client, second_stream, 10), WAIT_S)
-            assert now() - began < OUTAGE_MAX_S
+        router = mesh.spawn("router")
+        await asyncio.to_thread(router.wait_ready)
+        ready_at = now()
+        await until(mesh.is_complete, "the frontend uses the new router")
+        print(f"routed again {now() - ready_at:.2f} s after the router was ready")
+        second_stream = Stream("Again")
+        began = now()
+        await asyncio.wait_for(read_stream(client, second_stream, 10), WAIT_S)
+        assert now() - began < OUTAGE_MAX_S
 
-        def late_requests() -> list[dict[str, Any]]:
-            return [r for r in logged_requests(mesh) if r["completion_tokens"] == 10]
+    def late_requests() -> list[dict[str, Any]]:
+        return [r for r in logged_requests(mesh)[before:] if r["completion_tokens"] == 10]
 
-        await until(lambda: len(late_requests()) == 2, "both requests are in the log")
-        unrouted, routed = (" ".join(r["routing"]) for r in late_requests())
-        assert "unrouted" in unrouted
-        assert "unrouted" not in routed
-        assert all(r["attempts"] == 1 for r in logged_requests(mesh))
-        assert mesh.frontend.events("router_lost")
+    await until(lambda: len(late_requests()) == 2, "both requests are in the log")
+    unrouted, routed = (" ".join(r["routing"]) for r in late_requests())
+    assert "unrouted" in unrouted
+    assert "unrouted" not in routed
+    assert all(r["attempts"] == 1 for r in logged_requests(mesh)[before:])
+    assert mesh.frontend.events("router_lost")
