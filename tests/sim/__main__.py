@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.sim.draws import draw_scenario
 from tests.sim.faults import FaultKind
-from tests.sim.world import Report, run_scenario
+from tests.sim.seed_runs import run_seeds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     started_at = time.perf_counter()
     event_counts, failed, virtual_s, slowest_s = Counter[str](), 0, 0.0, 0.0
-    for seed in range(args.first, args.first + args.count):
+    seeds = range(args.first, args.first + args.count)
+    for seed, report in zip(seeds, run_seeds(seeds, storm=args.storm), strict=True):
         if seed > args.first and (seed - args.first) % 100 == 0:
             print(f"{seed - args.first} have run, {failed} failed", flush=True)
-        report = _run(seed, storm=args.storm)
         if report is None or report.violations:
             failed += 1
         if report is None:
@@ -45,16 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{virtual_s:.0f} virtual seconds in {real_s:.1f} s, {args.count / real_s:.1f} seeds/s")
     print(f"{args.count - failed} passed, {failed} failed")
     return 1 if failed else 0
-
-
-def _run(seed: int, *, storm: bool) -> Report | None:
-    """None if the run itself failed; the error is printed."""
-    scenario = draw_scenario(seed, storm=storm)
-    try:
-        return run_scenario(scenario)
-    except Exception:
-        print(f"seed {seed}:\n{traceback.format_exc()}  replay: {scenario.command}", flush=True)
-        return None
 
 
 def _print_counts(event_counts: Counter[str]) -> None:
