@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -84,6 +84,16 @@ class StockServer:
             self._process.wait(END_S)
             self._log.close()
             self._process = None
+
+    @contextmanager
+    def killed(self) -> Iterator[None]:
+        """Kills it, and starts it again at the end."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+            self.wait_ready()
 
     # Any: JSON.
     def get(self, path: str) -> Any:

@@ -21,9 +21,11 @@ PAGE_SIZE = 32
 BLOCK_SIZE = 16
 # Few, so that tests evict some.
 PAGES = 400
+# Requests that it computes at once.
+SLOTS = 16
 # On a CPU, in a cache that fits any machine.
 CPU_FLAGS = (
-    *("--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "16"),
+    *("--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", str(SLOTS)),
     *("--block-size", str(PAGE_SIZE), "--num-gpu-blocks-override", str(PAGES)),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
     *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
@@ -59,11 +61,12 @@ class VllmServer(StockServer):
     """One server with KV events. port: of HTTP; the next two are those of KV events and replay."""
 
     def __init__(self, model: Path, folder: Path, port: int, *flags: str) -> None:
+        self.events_port, self.replay_port = port + 1, port + 2
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{port + 1}",
-            "replay_endpoint": f"tcp://*:{port + 2}",
+            "endpoint": f"tcp://*:{self.events_port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
         command = [
             *("/usr/bin/env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())),
