@@ -62,7 +62,12 @@ from worker_svc.engines.openai.facts import (
     TokenStream,
     duplicate_policy,
 )
-from worker_svc.engines.openai.load import ServerLoad, read_metrics, read_sglang_loads
+from worker_svc.engines.openai.load import (
+    CountedRequests,
+    ServerLoad,
+    read_metrics,
+    read_sglang_loads,
+)
 from worker_svc.engines.openai.pass_through import PassThroughStream
 from worker_svc.engines.openai.pooling import Pooling, Values, open_pooling
 from worker_svc.engines.openai.pooling_kind import find_pooling
@@ -120,10 +125,9 @@ class ServerEngine:
         # Of the last response to the poll; whether the last poll had one.
         self._server_loads: Sequence[ServerLoad] = ()
         self._is_load_current = False
-        # Rank -> requests since start; those of them before the last poll with a response; open
-        # ones; those of them that have output.
+        # Rank -> requests since start; open ones; those of them that have output.
         self._sent: Counter[int] = Counter()
-        self._polled: Counter[int] = Counter()
+        self._counted = CountedRequests()
         self._open: Counter[int] = Counter()
         self._with_output: Counter[int] = Counter()
         self._chunks: Counter[int] = Counter()
@@ -445,7 +449,7 @@ class ServerEngine:
 
     def loads(self) -> Sequence[Load]:
         """Returns the load of each rank: the server's, at most LOAD_INTERVAL_S old, and the
-        requests sent since; without it the requests of this adapter."""
+        requests that it does not count yet; without it the requests of this adapter."""
         total = self._facts.total_kv_tokens
         block_size = self.config.block_size
         loads = []
@@ -453,7 +457,7 @@ class ServerEngine:
             running = self._with_output[rank]
             waiting = self._open[rank] - running
             if self._is_load_current:
-                unseen = min(self._sent[rank] - self._polled[rank], waiting)
+                unseen = min(self._sent[rank] - self._counted.of(rank), waiting)
                 # Those with output run there, even if the poll is older or waits for its response.
                 running, waiting = max(load.running, running), load.waiting + unseen
             loads.append(
@@ -480,7 +484,8 @@ class ServerEngine:
         sent, is_current = self._sent.copy(), False
         try:
             self._server_loads = await self._fetch_loads()
-            self._polled, is_current = sent, True
+            self._counted.record(self._server_loads, sent)
+            is_current = True
         finally:
             self._is_load_current = is_current
 

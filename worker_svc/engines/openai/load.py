@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+# A request needs some milliseconds from the adapter to the scheduler of the server.
+_POLLS_UNTIL_COUNTED: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Load of one rank as the server reports it. progress: grows while the server works."""
+    """Load of one rank as the server reports it.
+
+    progress: grows while the server works. measured_at: when it measured the load, on its own
+    clock; 0: at the report.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -19,6 +27,36 @@ class ServerLoad:
     used_tokens: int = 0
     prefill_tokens: int | None = None
     progress: int = 0
+    measured_at: float = 0.0
+
+
+class CountedRequests:
+    """How many of the requests that were sent to each rank its reported load counts.
+
+    SGLang measures its load every 15 steps, and at a prompt: one that waits while others decode is
+    counted late. A load of a rank with running requests that was measured after the last poll
+    counts what was sent before an earlier poll; an old one counts nothing more.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        # Requests sent before each of the last polls.
+        self._earlier: deque[Mapping[int, int]] = deque(maxlen=_POLLS_UNTIL_COUNTED)
+        self._measured_at: dict[int, float] = {}
+
+    def record(self, loads: Sequence[ServerLoad], sent: Mapping[int, int]) -> None:
+        """Records the response to a poll. sent: by rank, the requests before the poll."""
+        for rank, load in enumerate(loads):
+            if not (load.measured_at and load.running):
+                self._counts[rank] = sent.get(rank, 0)
+            elif load.measured_at != self._measured_at.get(rank) and self._earlier:
+                self._counts[rank] = max(self._counts[rank], self._earlier[0].get(rank, 0))
+            self._measured_at[rank] = load.measured_at
+        self._earlier.append(dict(sent))
+
+    def of(self, rank: int) -> int:
+        """Returns the count of a rank."""
+        return self._counts[rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +100,7 @@ def read_sglang_loads(raw: Mapping[str, Any]) -> Sequence[ServerLoad]:
             used_tokens=row["num_used_tokens"],
             prefill_tokens=row.get("total_prefill_uncached_tokens"),
             progress=row.get("total_prefill_uncached_tokens") or 0,
+            measured_at=row.get("timestamp") or 0.0,
         )
         for row in rows
     ]
