@@ -3,6 +3,7 @@ weights too."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import Unsupported
 from common.request.embedding import Vector
 from common.runtime.free_ports import free_ports
 from tests.adapters.servers_mesh import ServersMesh
@@ -20,6 +22,8 @@ from tests.adapters.text_servers import LlamaServer, MeshServer, TextServer, ask
 from tests.adapters.tiny_gguf import write_tiny_gguf, write_tokenizer
 from tests.sglang.classifier_model import write_classifier
 from tests.sglang.reference_model import reference_state
+from worker_svc.engines.openai.config import ServerConfig
+from worker_svc.engines.openai.engine import ServerEngine
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 EMBEDDINGS = "/v1/embeddings"
@@ -47,26 +51,32 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def start_llama(folder: Path, *flags: str) -> LlamaServer:
+    """Returns a llama-server that serves, with a tiny model and its tokenizer in the folder."""
+    write_tiny_gguf(folder / "tiny.gguf")
+    write_tokenizer(folder)
+    program, port = os.environ["LLAMA_SERVER"], free_ports(1)
+    server = LlamaServer(program, folder / "tiny.gguf", folder, port, *flags)
+    try:
+        return server.wait_ready()
+    except BaseException:
+        server.kill()
+        raise
+
+
 @pytest.fixture
 def server(kind: str, tmp_path: Path) -> Iterator[tuple[TextServer, Path]]:
     """A server of vectors, and the folder with the tokenizer of its model."""
-    folder, port = tmp_path / "server", free_ports(1)
+    folder = tmp_path / "server"
     folder.mkdir()
     with ExitStack() as ended:
         if kind == "openai":
-            mesh = MeshServer(folder, port)
+            mesh = MeshServer(folder, free_ports(1))
             ended.callback(mesh.close)
             yield mesh, SIM_MODEL_DIR
             return
-        write_tiny_gguf(folder / "tiny.gguf")
-        write_tokenizer(folder)
-        # Separate caches split a prompt that is computed beside another one, and then the mean is
-        # that of its last tokens.
-        flags = ("--embeddings", "--pooling", "mean", "--kv-unified")
-        program = os.environ["LLAMA_SERVER"]
-        llama = LlamaServer(program, folder / "tiny.gguf", folder, port, *flags)
+        llama = start_llama(folder, "--embeddings", "--pooling", "mean", "--kv-unified")
         ended.callback(llama.kill)
-        llama.wait_ready()
         yield llama, folder
 
 
@@ -86,6 +96,26 @@ def test_vectors_are_those_of_a_server_without_an_api_of_token_ids(
             body = {"model": mesh.model, "input": "a", "dimensions": 8}
             assert mesh.post(EMBEDDINGS, body, 400)["error"]["param"] == "dimensions"
             check_vectors(mesh, found.url, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama"])
+def test_llama_server_with_a_cache_for_each_slot_is_refused(kind: str, tmp_path: Path) -> None:
+    flags = ("--embeddings", "--pooling", "mean")
+    server = start_llama(tmp_path, *flags)
+    try:
+        engine = ServerEngine(ServerConfig(server.url, model_path=tmp_path))
+        with pytest.raises(Unsupported, match="--kv-unified"):
+            asyncio.run(start_and_end(engine))
+    finally:
+        server.kill()
+
+
+async def start_and_end(engine: ServerEngine) -> None:
+    """Starts an engine and ends it, also if the start fails."""
+    try:
+        await engine.start(1)
+    finally:
+        await engine.cleanup()
 
 
 @pytest.mark.cell("sglang", "embeddings")

@@ -136,6 +136,13 @@ async def test_a_tokenizer_of_another_model_is_refused_at_the_start(api: Api) ->
             await started(server)
 
 
+async def test_a_server_that_splits_prompts_computed_together_is_refused_at_the_start() -> None:
+    with ModelServer("text", pooling="embedding") as server:
+        server.splits_prompts = True
+        with pytest.raises(Unsupported, match="llama-server needs --kv-unified"):
+            await started(server)
+
+
 async def test_a_server_without_an_api_of_token_ids_needs_the_tokenizer_of_its_model() -> None:
     with ModelServer("text", pooling="embedding") as server:
         with pytest.raises(InvalidRequest, match="set --model-path") as refused:

@@ -92,6 +92,8 @@ class ModelServer:
         # Whether its vectors may be shortened, and texts have those of their token ids.
         self.shortens = True
         self.has_other_tokenizer = False
+        # Whether a prompt beside others has the vector of its last token.
+        self.splits_prompts = False
         self.generates_too = False
         # Of "text": chats that it still refuses because it is busy.
         self.busy_chats = 0
@@ -242,28 +244,34 @@ class ModelServer:
         if self.refusal is not None:
             self._write(writer, self.refusal[0], {"error": self.refusal[1]})
             return
-        ids = self._ids_of(body)
         if path == "/v1/embeddings":
-            vector = vector_of(ids)
-            if (size := body.get("dimensions")) and not self.shortens and self.api != "text":
+            size = body.get("dimensions")
+            if size and not self.shortens and self.api != "text":
                 self._write(writer, 400, {"error": {"message": "no matryoshka"}})
                 return
-            vector = shorten(vector, size if self.shortens else None)
-            value = to_base64(vector) if "encoding_format" in body else vector.tolist()
-            self._write(writer, 200, {"data": [{"embedding": value}]})
-        elif self.api == "sglang":
-            self._write(writer, 200, {"embedding": [score_of(ids)], "meta_info": {}})
+            prompts = self._prompts_of(body)
+            is_split = self.splits_prompts and len(prompts) > 1
+            vectors = [vector_of(ids[-1:] if is_split else ids) for ids in prompts]
+            short = [shorten(one, size if self.shortens else None) for one in vectors]
+            is_text = "encoding_format" in body
+            entries = [{"embedding": to_base64(one) if is_text else one.tolist()} for one in short]
+            self._write(writer, 200, {"data": entries})
+            return
+        (ids,) = self._prompts_of(body)
+        score = score_of(ids)
+        if self.api == "sglang":
+            self._write(writer, 200, {"embedding": [score], "meta_info": {}})
         else:
-            score = score_of(ids)
             entry = {"score": score} if path == "/score" else {"probs": [score]}
             self._write(writer, 200, {"data": [entry]})
 
-    def _ids_of(self, body: dict[str, Any]) -> list[int]:
+    def _prompts_of(self, body: dict[str, Any]) -> list[list[int]]:
+        """Returns the token ids of each prompt."""
         prompt: Any = body.get("input", body.get("input_ids", body.get("text_1")))
-        if not isinstance(prompt, str):
-            return list(prompt)
-        ids: list[int] = _TOKENIZER.encode(prompt, body.get("text_2")).ids
-        return [*ids, 7] if self.has_other_tokenizer else ids
+        if isinstance(prompt, str):
+            ids: list[int] = _TOKENIZER.encode(prompt, body.get("text_2")).ids
+            return [[*ids, 7] if self.has_other_tokenizer else ids]
+        return prompt if isinstance(prompt[0], list) else [prompt]
 
     def _pages(self) -> Mapping[str, Any]:
         base = {"id": MODEL, "max_model_len": CONTEXT_LENGTH, "root": str(self.model_dir)}

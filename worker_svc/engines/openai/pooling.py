@@ -33,19 +33,20 @@ _VALUE_NAMES: Final = ("embedding", "probs", "score")
 Pooling: TypeAlias = Literal["embedding", "score"]
 # What a server returns for one prompt: coordinates, or values of classes.
 Values: TypeAlias = npt.NDArray[np.float32]
+Prompt: TypeAlias = str | list[int] | list[list[int]]
 
 
 # Any, here and below: JSON.
-def embeddings_body(model: str, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
-    """Returns a request for the vector of one prompt."""
+def embeddings_body(model: str, prompt: Prompt, **fields: Any) -> dict[str, Any]:
+    """Returns a request for the vector of one prompt, or of several."""
     return {"model": model, "input": prompt, "encoding_format": "base64", **fields}
 
 
 def read_values(content: bytes) -> Values:
-    """Returns the values of the one prompt of a response. Servers may ignore that base64 was
+    """Returns the values of the first prompt of a response. Servers may ignore that base64 was
     requested. Raises AttributeError, LookupError, TypeError or ValueError for another response."""
     found = orjson.loads(content)
-    (entry,) = found.get("data", (found,))
+    entry = found.get("data", (found,))[0]
     (value,) = (entry[name] for name in _VALUE_NAMES if name in entry)
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4")

@@ -21,6 +21,7 @@ from worker_svc.engines.openai.facts import ServerFacts
 from worker_svc.engines.openai.pooling import (
     CLASSIFY_PATH,
     EMBEDDINGS_PATH,
+    Prompt,
     Values,
     embeddings_body,
     read_values,
@@ -123,6 +124,10 @@ async def _measure(client: ServerClient, facts: ServerFacts, ids: list[int]) -> 
         raise InvalidRequest(
             f"{text}: the tokenizer in {facts.model_path} is not that of its model", "model_path"
         )
+    beside = await _embed(client, facts.model, [ids, ids[:2]])
+    if beside is None or not _are_close(vector, beside):
+        text = f"{client.url} computes another vector for a prompt beside others than alone"
+        raise Unsupported("server_urls", f"{text}; llama-server needs --kv-unified")
     half = max(1, len(vector) // 2)
     short = await _embed(client, facts.model, ids, dimensions=half)
     return replace(
@@ -143,9 +148,8 @@ async def _check_pairs(client: ServerClient, facts: ServerFacts, ids: list[int])
         raise Unsupported("server_urls", f"{text}, or takes no token ids at {CLASSIFY_PATH}")
 
 
-async def _embed(
-    client: ServerClient, model: str, prompt: str | list[int], **fields: Any
-) -> Vector | None:
+async def _embed(client: ServerClient, model: str, prompt: Prompt, **fields: Any) -> Vector | None:
+    """Returns the vector of a prompt, of the first one of several; None if there is none."""
     values = await _values(client, EMBEDDINGS_PATH, embeddings_body(model, prompt, **fields))
     return None if values is None else read_vector({"embedding": values})
 
