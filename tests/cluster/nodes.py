@@ -64,19 +64,23 @@ class Cluster:
         place.append(f"--temp-dir={self._folder / 'ray'}")
         if address != HEAD:
             place = [f"--address={self.address}"]
-        done = subprocess.run(
-            [
-                *(str(RAY), "start", *place, f"--node-ip-address={address}", f"--num-cpus={CPUS}"),
-                *(f"--num-gpus={GPUS}", "--object-store-memory=80000000", "--disable-usage-stats"),
-                *("--min-worker-port=0", "--max-worker-port=0"),
-                *([f"--labels={','.join(labels)}"] if labels else []),
-            ],
-            env=self._environment(address),
-            capture_output=True,
-            text=True,
-            timeout=START_S,
-            check=False,
-        )
+        command = [
+            *(str(RAY), "start", *place, f"--node-ip-address={address}", f"--num-cpus={CPUS}"),
+            *(f"--num-gpus={GPUS}", "--object-store-memory=80000000", "--disable-usage-stats"),
+            *("--min-worker-port=0", "--max-worker-port=0"),
+            *([f"--labels={','.join(labels)}"] if labels else []),
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environment(address),
+                capture_output=True,
+                text=True,
+                timeout=START_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return str(error)
         return f"{done.stdout}{done.stderr}" if done.returncode else ""
 
     def drain(self, node_id: str, deadline_s: int) -> None:
