@@ -35,7 +35,7 @@ endif
 CACHES := __pycache__ *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters setup-vllm test-vllm test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-console bench-replay bench-scaling bench-plan bench-scale lock clean
+.PHONY: help run test test-compiled compiled demo status sim chaos gray storm soak churn floods scale router-kills rolling batch-test epp-test ray-test bombs dashboards dashboards-check manifests k8s-check compose-test console-test skew setup setup-sglang test-sglang gpu-test test-adapters setup-vllm test-vllm test-clients wheel-test fuzz fuzz-openapi docs reference lint fmt types proto rows mutants bench-index bench-router bench-mesh bench-gateway bench-tracing bench-console bench-replay bench-scaling bench-plan bench-scale bench-cells lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -126,6 +126,9 @@ bench-scaling: $(VENV)/.runtime ## Recommended worker counts on ten days of two 
 
 bench-scale: compiled ## Members of fleets of 10,000 workers and 100 routers in virtual time, four minutes; last line is JSON
 	cd build/compiled && PYTHONPATH=protos:. python -m bench.bench_scale $(ARGS)
+
+bench-cells: $(VENV)/.runtime ## Fleets of up to 100,000 workers in cells, in virtual time, ten minutes; last line is JSON
+	$(BIN)/python -m bench.bench_cells $(ARGS)
 
 bench-plan: $(VENV)/.dev ## Predictions of meshctl plan beside a real mesh on three loads, seven minutes; last line is JSON
 	$(BIN)/python -m bench.bench_plan $(ARGS)

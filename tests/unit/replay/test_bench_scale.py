@@ -1,4 +1,5 @@
-"""A small case of `make bench-scale`: unit costs, and what follows for each member."""
+"""Small cases of `make bench-scale` and `make bench-cells`: unit costs, what follows for each
+member, and fleets in cells."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import pytest
 
 from bench.scale import fleet, registry
+from bench.scale.cells import PARTS, Layout, computed_shares, run_layout, simulated_shares
 from bench.scale.table import FrameCosts, member_row, print_table, report_s
 
 
@@ -28,3 +30,23 @@ def test_the_costs_of_a_small_fleet_become_a_row_of_the_table() -> None:
 
 def test_workers_of_large_fleets_report_less_often() -> None:
     assert [report_s(count) for count in (10, 500, 1000, 10_000)] == [0.1, 0.1, 0.2, 2.0]
+
+
+def test_the_arithmetic_of_a_router_has_the_parts_that_are_simulated() -> None:
+    """Four times the requests of the run of the unit costs, at fewer routers."""
+    costs = fleet.measure(20, 3, 0.25, 2.0, os.getpid())
+    computed = computed_shares(costs, 2, registry.measure(20))
+    simulated = simulated_shares(20, 2, 2.0)
+    assert computed.keys() == simulated.keys() == set(PARTS)
+    assert min(*computed.values(), *simulated.values()) > 0
+    assert computed["decisions"] == pytest.approx(10 * costs.decide_us / 1e6, abs=1e-4)
+
+
+def test_a_fleet_in_cells_has_all_requests_and_its_busiest_cell() -> None:
+    whole, cells = (run_layout(Layout(40, count, 6.0, tenants=8), 1) for count in (1, 4))
+    assert whole.requests == cells.requests > 10
+    assert (whole.busiest, whole.choose_us) == (1.0, 0.0)
+    assert 1.0 <= cells.busiest <= 4.0
+    assert cells.choose_us > 0
+    assert 0 < cells.hit_rate < 1
+    assert Layout(40, 4, 6.0, key_blocks=1).name == "40 workers, 4 cells by system prompt"
