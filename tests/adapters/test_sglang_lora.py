@@ -9,12 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.errors import Unavailable
 from common.runtime.free_ports import free_ports
 from tests.adapters.servers_mesh import PATIENT_S, Json, ServersMesh
 from tests.adapters.stock_server import SglangServer
 from tests.adapters.test_sglang_features import prompt_of
 from tests.kit.waiting import wait_for
 from tests.sglang.adapter_model import RANK, TARGETS, write_adapter
+from worker_svc.engines.openai.config import ServerConfig
+from worker_svc.engines.openai.engine import ServerEngine
 
 KEY = "of-the-server"
 # Arguments that come later replace those before.
@@ -66,14 +69,13 @@ def own_tokens(server: SglangServer, prompt: list[int], adapter: str) -> list[in
     return found
 
 
-def test_a_worker_without_the_key_of_its_server_names_the_setting(
-    server: SglangServer, tmp_path: Path
+async def test_an_engine_without_the_key_of_its_server_names_the_setting(
+    server: SglangServer,
 ) -> None:
-    with (
-        pytest.raises(AssertionError, match=r"401.*set --server-key"),
-        ServersMesh(tmp_path, [server]),
-    ):
-        pytest.fail("the worker is ready")
+    engine = ServerEngine(ServerConfig(server.url))
+    with pytest.raises(Unavailable, match="401: Unauthorized; set --server-key"):
+        await engine.start(1)
+    await engine.cleanup()
 
 
 @pytest.mark.cell("sglang", "LoRA adapters: use, load, unload")
