@@ -3,7 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)/protos:$(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes
+# pip would compile all modules on one processor.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-compile
+COMPILE := { $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true; }
 # Two runs of make install one after the other.
 LOCK_VENV := flock Makefile sh -c
 UV_COMPILE := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
@@ -355,10 +357,10 @@ $(BIN)/meshctl .venv-sglang/bin/meshctl:
 	chmod +x $@.$$$$ && mv $@.$$$$ $@
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/meshctl
-	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@; }'
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the runtime dependencies into $(VENV) ..." && $(PIP) -r $< && $(COMPILE) && touch $@; }'
 
 $(VENV)/.console: requirements/console.txt | $(BIN)/meshctl
-	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the dependencies of the mesh and its console into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime; }'
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the dependencies of the mesh and its console into $(VENV) ..." && $(PIP) -r $< && $(COMPILE) && touch $@ $(VENV)/.runtime; }'
 
 $(VENV)/.dev: requirements/dev.txt | $(BIN)/meshctl
-	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && touch $@ $(VENV)/.runtime $(VENV)/.console; }'
+	@$(LOCK_VENV) '[ $@ -nt $< ] || { echo "installing the development dependencies into $(VENV) ..." && $(PIP) -r $< && $(COMPILE) && touch $@ $(VENV)/.runtime $(VENV)/.console; }'

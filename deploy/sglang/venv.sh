@@ -91,7 +91,8 @@ echo "installing SGLang $sglang ($kind) into $venv ..."
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
 pip() {
     for pause_s in 5 20 0; do
-        "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check --retries 5 --timeout 60 &&
+        "$venv/bin/python" -m pip "$@" -q --no-compile --disable-pip-version-check --retries 5 \
+            --timeout 60 &&
             return 0
         [ $pause_s = 0 ] || { echo "pip failed; retry in $pause_s s" >&2 && sleep $pause_s; }
     done
@@ -144,4 +145,6 @@ rest = [line for name, line in sorted(required.items()) if name not in here]
 Path(sys.argv[1]).write_text("\n".join(rest) + "\n")
 PYTHON
 pip install --no-deps --require-hashes -r "$scratch/rest.txt"
+# pip would compile all modules on one processor. Some packages have files that no Python 3 reads.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
 echo "$stamp" >"$venv/.kvmesh"
