@@ -232,11 +232,14 @@ wheel-test: $(VENV)/.dev ## pip install with and without a C compiler, a mesh fr
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang/venv.sh
 
+# Two processes if there is memory: one starts engines while those of the other compute
+# (tests/sglang/conftest.py).
+SGLANG_TEST_JOBS ?= $(shell awk '/^MemAvailable:/ {print ($$2 < 12000000) ? 1 : 2}' /proc/meminfo)
 # Status 75: this machine cannot run SGLang; not a failure.
-test-sglang: ## Tests on real SGLang engines (4 minutes, 9 GB of memory; set-up as above)
+test-sglang: ## Tests on real SGLang engines (6 minutes, 11 GB of memory or SGLANG_TEST_JOBS=1; set-up as above)
 	@status=0; PYTHON=$(PY) deploy/sglang/venv.sh --handoff || status=$$?; \
 	case $$status in \
-		0) .venv-sglang/bin/python -m pytest tests/sglang $(ARGS) ;; \
+		0) env -u PYTHONDONTWRITEBYTECODE .venv-sglang/bin/python -m pytest -n $(SGLANG_TEST_JOBS) --dist loadfile tests/sglang $(ARGS) ;; \
 		75) ;; \
 		*) exit $$status ;; \
 	esac

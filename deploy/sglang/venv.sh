@@ -122,12 +122,8 @@ from pathlib import Path
 here = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in distributions()}
 tools = (
     *("attrs", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
-    "iniconfig",
-    "pluggy",
-    "pytest",
-    "pytest-asyncio",
-    "pytest-rerunfailures",
-    "pytest-timeout",
+    *("execnet", "iniconfig", "pluggy", "pytest", "pytest-asyncio"),
+    *("pytest-rerunfailures", "pytest-timeout", "pytest-xdist"),
 )
 
 

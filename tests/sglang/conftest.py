@@ -2,7 +2,8 @@
 and a decode worker in their own processes as deployed, and a mesh in front of them.
 
 About 1.5 GiB per engine, one minute to start. Run with the interpreter of .venv-sglang (`make
-test-sglang`); otherwise the tests are skipped.
+test-sglang`); otherwise the tests are skipped. Of its two processes one runs all tests of the three
+engines, the other one the modules that start engines of their own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
@@ -31,16 +32,38 @@ if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
 
 HERE = Path(__file__).parent
+# Modules whose tests use the three engines.
+WITH_TRIO = {"engine", "events", "guided", "http", "own_server", "pair", "scheduler_death"}
 # Small enough for tests to cause evictions.
 POOL_TOKENS = 8192
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# xdist's groups of tests (`--dist loadgroup`) have no effect with pytest 9.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns what distributes modules to processes: those of the three engines to one. Any: of
+    xdist, which is not typed and may not be installed."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class ByEngines(LoadFileScheduling):  # type: ignore[misc]  # not typed
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem.removeprefix("test_sglang_")
+            return "trio" if name in WITH_TRIO else name
+
+    return ByEngines(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Marks the tests before tests/conftest.py does, and puts the last one last after it."""
     found = find_spec("sglang")
     missing = found is None or found.origin is None  # this folder's name contains it too
     for item in items:
         if HERE not in item.path.parents:
             continue
+        name = item.path.stem.removeprefix("test_sglang_")
+        if "trio" in getattr(item, "fixturenames", ()) and name not in WITH_TRIO:
+            raise pytest.UsageError(f"{item.nodeid} uses the three engines: add it to WITH_TRIO")
         # SGLang and its imports emit many warnings; the start of three engines is slow.
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         item.add_marker(pytest.mark.timeout(900))
@@ -48,6 +71,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
         if missing:
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make setup-sglang"))
+    yield
+    # The scheduler's death ends the decode worker.
+    items.sort(key=lambda item: item.path.stem == "test_sglang_scheduler_death")
 
 
 @dataclass(frozen=True, slots=True)
