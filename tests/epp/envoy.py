@@ -56,7 +56,7 @@ class Envoy:
     """The process. LISTENERS: each on a port of its own."""
 
     LISTENERS: Final = (
-        *("picked", "buffered", "resilient", "limited", "secure", "impatient"),
+        *("picked", "buffered", "resilient", "limited", "secure", "impatient", "single"),
         *("round_robin", "least_request"),
     )
 
@@ -136,6 +136,7 @@ class Envoy:
             self._listener(
                 "impatient", "pool", _ext_proc("pickers", _DUPLEX, _DUPLEX, MESSAGE_TIMEOUT_S)
             ),
+            self._listener("single", "pool", _ext_proc("pickers", _DUPLEX, _DUPLEX), retries_max=0),
             self._listener("round_robin", "round_robin"),
             self._listener("least_request", "least_request"),
         ]
@@ -150,9 +151,11 @@ class Envoy:
             "static_resources": {"listeners": listeners, "clusters": clusters},
         }
 
-    def _listener(self, name: str, cluster: str, *filters: Json) -> Json:
-        retries = {"retry_on": "connect-failure,reset", "num_retries": 2}
-        route = {"cluster": cluster, "timeout": "0s", "retry_policy": retries}
+    def _listener(self, name: str, cluster: str, *filters: Json, retries_max: int = 2) -> Json:
+        route: Json = {"cluster": cluster, "timeout": "0s"}
+        if retries_max:
+            retries = {"retry_on": "connect-failure,reset", "num_retries": retries_max}
+            route["retry_policy"] = retries
         served = {"key": UPSTREAM_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
         manager = {
             "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3"
