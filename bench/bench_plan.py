@@ -10,7 +10,8 @@ before, by single prompts and equal requests at once; the loads mix both.
   far apart as two runs of one mesh;
 - `flaps`: of the recommended counts on ten days of two traces (`make bench-scaling`);
 - `sglang` (`--sglang PYTHON`, of an environment with SGLang): `meshctl plan --check-s` on a mesh
-  with one SGLang worker, a tiny model on the CPU. Engine, mesh and clients share the cores.
+  with one SGLang worker, a tiny model on the CPU. The engine has the last core to itself, as it has
+  a GPU elsewhere; mesh and clients share the others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 
 from bench.bench_mesh import BLOCK_SIZE, BLOCKS, play
 from bench.bench_scaling import AZURE, HOURS, SEEDS, requests_of
-from bench.measure import ROOT, print_report
+from bench.measure import ROOT, print_report, with_descendants
 from bench.stacks import MODEL, mesh
 from bench.trees import environment
 from common.inspection.gateway import new_http_client
@@ -48,6 +49,8 @@ from replay.trace import TraceRequest
 SPEEDUP = 0.2
 # Of a request; SGLang's tiny model has a context of 4,096.
 SGLANG_TOKENS = 4000
+# The title of the process in which SGLang computes.
+ENGINE = b"sglang::scheduler"
 FLAGS = [
     *("--block-size", str(BLOCK_SIZE), "--total-kv-blocks", str(BLOCKS)),
     *("--speedup", str(SPEEDUP), "--step-limit-s", "60"),
@@ -172,17 +175,34 @@ def sglang_mesh(python: str, folder: Path) -> Iterator[None]:
         *("--model-name", "tiny", "--http-port", "0", "--ready-s", "300"),
         *("--log-dir", f"{folder}/logs", "--registry-path", f"{folder}/registry"),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment(ROOT))
+    variables = {**environment(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=variables)
     assert process.stdout is not None
+    own = os.sched_getaffinity(0)
     try:
         # Ends: meshctl stops a mesh that is not ready in time.
         while b"is served" not in (line := process.stdout.readline()):
             if not line:
                 raise SystemExit("the mesh with SGLang did not start")
+        give_a_core(process.pid)
         yield
     finally:
+        os.sched_setaffinity(0, own)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
+
+
+def give_a_core(mesh: int) -> None:
+    """Leaves the last core to the engine's scheduler: all threads of the other processes of the
+    mesh and of this one go to the other cores. mesh: its process. Nothing on a single core."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    if not others:
+        return
+    os.sched_setaffinity(0, others)
+    for pid in with_descendants(mesh):
+        is_engine = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(ENGINE)
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), [last] if is_engine else others)
 
 
 def worst(found: Sequence[dict[str, Any]], name: str) -> float:
