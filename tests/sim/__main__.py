@@ -23,20 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_at = time.perf_counter()
     event_counts, failed, virtual_s, slowest_s = Counter[str](), 0, 0.0, 0.0
     seeds = range(args.first, args.first + args.count)
-    for seed, report in zip(seeds, run_seeds(seeds, storm=args.storm), strict=True):
+    for seed, result in zip(seeds, run_seeds(seeds, storm=args.storm), strict=True):
         if seed > args.first and (seed - args.first) % 100 == 0:
             print(f"{seed - args.first} have run, {failed} failed", flush=True)
-        if report is None or report.violations:
-            failed += 1
-        if report is None:
-            continue
         if args.trace:
-            print("\n".join(report.trace))
-        if report.violations:
-            print(report, flush=True)
-        event_counts += Counter(key for key, count in report.counts.items() if count)
-        virtual_s += report.virtual_s
-        slowest_s = max(slowest_s, report.recovered_s)
+            print("\n".join(result.trace))
+        if result.failure:
+            failed += 1
+            print(result.failure, flush=True)
+        event_counts += Counter(key for key, count in result.counts.items() if count)
+        virtual_s += result.virtual_s
+        slowest_s = max(slowest_s, result.recovered_s)
     _print_counts(event_counts)
     real_s = time.perf_counter() - started_at
     print(f"recovered at most {slowest_s:.1f} s after the last fault and the last request")
