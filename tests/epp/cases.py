@@ -138,8 +138,9 @@ def a_body_in_chunks_arrives(bed: Bed) -> None:
 
 
 def a_body_with_trailers_arrives(bed: Bed) -> None:
+    """Without retries of the gateway: with them Envoy 1.40 sends such a body twice."""
     status, text = bed.send_raw(
-        "picked", [*_chunks(bed, "trailers"), b"0\r\nx-checksum: 1\r\n\r\n"]
+        "single", [*_chunks(bed, "trailers"), b"0\r\nx-checksum: 1\r\n\r\n"]
     )
     assert status == 200, text
     bed.no_bookings()
