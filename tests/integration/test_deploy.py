@@ -13,20 +13,21 @@ import sys
 import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from structlog.testing import capture_logs
 
-from common.errors import PermissionDenied, Unavailable
+from common.errors import PermissionDenied
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.instances import Instance
-from common.registry.registry import Lease
 from common.runtime.config import ServiceConfig, read_config
 from common.runtime.free_ports import free_ports
 from console_svc.config import ConsoleConfig
@@ -466,7 +467,7 @@ async def test_consul_permits_the_services_what_they_need_and_others_nothing(
     card = ModelCard(name="m", artifacts={"a": Artifact.of(b"x" * 100_000)})
     try:
         async with asyncio.timeout(20.0):
-            lease = await _register(service, Instance(1, "default", "worker", "", "a:1"))
+            lease = await service.register(Instance(1, "default", "worker", "", "a:1"))
             assert (await service.snapshot("default")).instances
             await service.put_card(card)
             assert await service.get_card(card.checksum) == card
@@ -477,6 +478,36 @@ async def test_consul_permits_the_services_what_they_need_and_others_nothing(
     finally:
         await service.close()
         await anonymous.close()
+
+
+async def test_a_service_waits_for_a_token_that_consul_does_not_have_yet(
+    consul: tuple[str, str], tmp_path: Path
+) -> None:
+    url, token = consul
+    late = str(uuid.uuid4())
+    early_registry, late_registry = (ConsulRegistry(url, token=one) for one in (token, late))
+    try:
+        async with asyncio.timeout(20.0):
+            # Then the policy exists.
+            await early_registry.register(Instance(1, "default", "worker", "", "a:1"))
+            with capture_logs() as logs:
+                registered = asyncio.create_task(
+                    late_registry.register(Instance(2, "default", "worker", "", "a:2"))
+                )
+                await until(lambda: bool(logs), "a call is refused")
+            assert "ACL not found" in logs[0]["error"]
+            assert not registered.done()
+            async with httpx.AsyncClient(trust_env=False) as http:
+                made = await http.put(
+                    f"{url}/v1/acl/token",
+                    json={"SecretID": late, "Policies": [{"Name": "kvmesh"}]},
+                    headers={"x-consul-token": (tmp_path / "management").read_text().strip()},
+                )
+            assert made.status_code == 200, made.text
+            await registered
+    finally:
+        await early_registry.close()
+        await late_registry.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,19 +596,6 @@ def test_three_servers_form_one_cluster_of_which_each_may_be_replaced(tmp_path: 
             has_joined = partial(_has_peers, server, tmp_path, addresses, all_vote=False)
             wait_for(has_joined, "the successor joins the cluster")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "their folders are removed"
-
-
-async def _register(registry: ConsulRegistry, instance: Instance) -> Lease:
-    """Registers once the agent has the policy."""
-
-    async def registered() -> Lease | None:
-        with suppress(PermissionDenied, Unavailable):
-            return await registry.register(instance)
-        return None
-
-    lease = await until(registered, "the agent has the policy")
-    assert lease is not None
-    return lease
 
 
 def test_every_folder_that_the_dockerfile_copies_is_there() -> None:

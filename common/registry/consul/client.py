@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partialmethod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import httpx
 import structlog
@@ -42,6 +42,8 @@ LOG = structlog.get_logger(__name__)
 T = TypeVar("T")
 # Parameters as py-consul passes them.
 Params = list[tuple[str, Any]]
+# Reason of a refusal. Tokens are unknown until they are made, and just after an election.
+TOKEN_UNKNOWN: Final = "TOKEN_UNKNOWN"
 # Paths for which 404 means "does not exist", which py-consul returns as None or False.
 _MAY_BE_ABSENT = ("/v1/kv/", "/v1/agent/service/")
 
@@ -211,7 +213,9 @@ class _HttpxTransport(HTTPClient):  # type: ignore[misc]  # py-consul has no typ
         if response.is_success:
             return
         if status == 403:
-            raise PermissionDenied(f"Consul denied the request: {text}; check consul_token")
+            message = f"Consul denied the request: {text}; check consul_token"
+            reason = TOKEN_UNKNOWN if "ACL not found" in text else None
+            raise PermissionDenied(message, reason=reason)
         if status >= 500 or status == 429:
             raise Unavailable(f"Consul at {self._http.base_url} returned {status}: {text}", 1.0)
         raise InvalidRequest(f"Consul returned {status} for {response.url.path}: {text}")

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import structlog
 
-from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
+from common.errors import InvalidRequest, MeshError, NotFound, PermissionDenied, Unavailable
 from common.namespace import check_namespace
 from common.registry.adapter_documents import AdapterDocuments
 from common.registry.adapters import DesiredAdapter
 from common.registry.card import ModelCard
-from common.registry.consul.client import ConsulClient
+from common.registry.consul.client import TOKEN_UNKNOWN, ConsulClient
 from common.registry.consul.entries import (
     SIGNATURE_KEY,
     Listing,
@@ -79,8 +79,8 @@ class ConsulRegistry:
     reconcile_interval_s: how often owners check their entries.
     card_check_interval_s: how often owners check their cards, beside the times at which an entry
         was lost.
-    unreachable_timeout_s: how long each step of `register` and `put_card` waits for an unreachable
-        Consul before it raises Unavailable.
+    unreachable_timeout_s: how long each step of `register` and `put_card` waits for a Consul that
+        is unreachable or does not have the token, before it raises Unavailable or PermissionDenied.
     rng: for jitter.
     """
 
@@ -222,16 +222,17 @@ class ConsulRegistry:
         return self._views[namespace]
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `call`, repeated while Consul is unreachable; its last error at the
-        end."""
+        """Returns the result of `call`, repeated while Consul is unreachable or does not have the
+        token; its last error at the end."""
         deadline = time.monotonic() + self._unreachable_timeout_s
         backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S, self._rng)
         while True:
             self._check_open()
             try:
                 result = await call()
-            except Unavailable as error:
-                if time.monotonic() >= deadline:
+            except (Unavailable, PermissionDenied) as error:
+                can_pass = isinstance(error, Unavailable) or error.reason == TOKEN_UNKNOWN
+                if not can_pass or time.monotonic() >= deadline:
                     raise
                 if not backoff.failures:
                     LOG.warning(
