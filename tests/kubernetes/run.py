@@ -41,6 +41,8 @@ UNSEEN: Final = (
 LOAD_S: Final = 5.0
 # For connections that are short and come again: probes, scrapes, handoffs.
 SEEN_S: Final = 120.0
+# The handoff of such a prompt lasts for several looks.
+LONG_PROMPT_WORDS: Final = 6000
 
 # Takes the name of a check, and the check, which returns problems.
 AddCheck = Callable[[str, Callable[[], list[str]]], None]
@@ -133,6 +135,19 @@ def batch_problems(cluster: Cluster) -> list[str]:
     return [str(found)] if found["errors"] + found["inexact"] else []
 
 
+def long_prompt_problems(cluster: Cluster) -> list[str]:
+    """Sends a long prompt that no worker has cached."""
+    frontend, _ = cluster.of_component("frontend")
+    body = {
+        "model": "sim",
+        "prompt": f"{time.monotonic_ns()} " + "word " * LONG_PROMPT_WORDS,
+        "max_tokens": 4,
+    }
+    with httpx.Client(trust_env=False, timeout=WAIT_S) as http:
+        response = http.post(f"http://{frontend.address}:{HTTP.number}/v1/completions", json=body)
+    return [] if response.status_code == 200 else [response.text]
+
+
 def lose_server(cluster: Cluster) -> list[str]:
     """Kills the server of Consul that has all members, and starts it again with its volume."""
     server = cluster.consuls[0]
@@ -176,10 +191,12 @@ def unseen_problems(cluster: Cluster) -> list[str]:
     """Returns connections of the table that no pod has made. A look misses most of the short ones,
     and on a busy machine nearly all, so what brings them about goes on until each has been seen."""
     deadline = time.monotonic() + SEEN_S
-    while (missing := unseen(cluster)) and time.monotonic() < deadline:
-        batch_problems(cluster)
-        status_problems(cluster)
-    return missing
+    problems: list[str] = []
+    while (missing := unseen(cluster)) and not problems and time.monotonic() < deadline:
+        problems = (
+            long_prompt_problems(cluster) + batch_problems(cluster) + status_problems(cluster)
+        )
+    return problems or missing
 
 
 def unseen(cluster: Cluster) -> list[str]:
