@@ -48,18 +48,23 @@ async def test_without_a_mesh_a_picker_responds_with_a_404_for_its_models() -> N
         assert await status_of(channel) == 404
 
 
+def tls_config(cert: Path, key: Path, ca: Path | None = None) -> EppConfig:
+    """Returns the configuration of a picker with a certificate for gateways."""
+    return EppConfig(
+        registry="memory",
+        ext_proc_port=0,
+        ext_proc_tls_cert_path=cert,
+        ext_proc_tls_key_path=key,
+        ext_proc_tls_ca_path=ca,
+    )
+
+
 async def test_a_gateway_without_a_certificate_is_refused_where_one_is_required(
     tmp_path: Path,
 ) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.issue("picker")
-    config = EppConfig(
-        registry="memory",
-        ext_proc_port=0,
-        ext_proc_tls_cert_path=cert,
-        ext_proc_tls_key_path=key,
-        ext_proc_tls_ca_path=authority.ca,
-    )
+    config = tls_config(cert, key, authority.ca)
     gateway_cert, gateway_key = authority.issue("gateway")
     ca = authority.ca.read_bytes()
     known = grpc.ssl_channel_credentials(ca, gateway_key.read_bytes(), gateway_cert.read_bytes())
@@ -74,12 +79,7 @@ async def test_a_gateway_without_a_certificate_is_refused_where_one_is_required(
 
 async def test_a_certificate_that_cannot_be_read_is_named() -> None:
     missing = Path("/none.pem")
-    config = EppConfig(
-        registry="memory",
-        ext_proc_port=0,
-        ext_proc_tls_cert_path=missing,
-        ext_proc_tls_key_path=missing,
-    )
+    config = tls_config(missing, missing)
     with pytest.raises(InvalidRequest, match=r"cannot read /none\.pem") as caught:
         async with living(EppApp(config, registry=MemoryRegistry()), registered=False):
             pass
@@ -91,12 +91,7 @@ async def test_a_renewed_certificate_is_used_for_new_connections_without_a_resta
 ) -> None:
     authority, next_authority = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     cert, key = authority.issue("picker")
-    config = EppConfig(
-        registry="memory",
-        ext_proc_port=0,
-        ext_proc_tls_cert_path=cert,
-        ext_proc_tls_key_path=key,
-    )
+    config = tls_config(cert, key)
 
     def trusting(one: Authority, app: EppApp) -> grpc.aio.Channel:
         credentials = grpc.ssl_channel_credentials(one.ca.read_bytes())
