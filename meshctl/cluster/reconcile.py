@@ -241,13 +241,22 @@ class _Step:
         for desired in reversed(self._desired):
             of_role = [r for r in self.present if r.role == desired.role]
             occupied = {replica.node_id for replica in of_role}
-            if len(of_role) < 2 or len(occupied) > 1 or desired.needs.pairs_by:
+            if len(of_role) < 2 or len(occupied) > 1 or self._has_partners(desired):
                 continue
             others = [node for node in self.nodes.values() if node.id not in occupied]
             node = choose_node(desired, others, self.present, self._reconciler.suspects)
             if isinstance(node, Node) and node.id not in self._reconciler.suspects:
                 self._start_on(desired, node)
                 return
+
+    def _has_partners(self, desired: Desired) -> bool:
+        """Returns whether members of another role are its partners, so that a member that moves
+        loses them."""
+        pairs_by = desired.needs.pairs_by
+        return pairs_by != "" and any(
+            other.needs.pairs_by == pairs_by and other.role != desired.role
+            for other in self.present
+        )
 
     def _replace(self, desired: Desired, replica: Observed) -> None:
         has_peers = any(

@@ -243,6 +243,14 @@ class TestSpread:
         later = reconciler.step(WORKERS, self.PACKED, NODES[:2], 61.0)
         assert [type(action) for action in later.actions] == [Start]
 
+    def test_members_with_a_transfer_group_move_unless_they_have_partners(self) -> None:
+        workers = [replace(one, needs=replace(one.needs, pairs_by="m")) for one in WORKERS]
+        packed = [replica(one, NODES[0]) for one in workers]
+        plan = step(workers, packed, NODES[:2])
+        assert texts(plan.actions) == ["start worker-1.2 on n2"]
+        partner = replace(workers[0], name="prefill-0", role="prefill")
+        assert step([*workers, partner], [*packed, replica(partner, NODES[0])]).actions == []
+
     def test_the_only_member_of_a_role_is_not_moved(self) -> None:
         assert step(WORKERS[:1], self.PACKED[:1]).actions == []
 
