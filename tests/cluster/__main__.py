@@ -146,7 +146,7 @@ class Bed:
         try:
             await until(is_settled, "all members are routable", timeout_s, poll_s=0.1)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {json.dumps(last)[:3000]}") from None
+            raise AssertionError(f"{error}: {_summary(last)}") from None
         self.members = last["members"]
         return time.monotonic() - began
 
@@ -412,6 +412,17 @@ def _is_spread(status: Mapping[str, Any]) -> bool:
     for member in status["members"]:
         nodes.setdefault(member["role"], []).append(member["node"])
     return all(len(found) == 1 or len(set(found)) > 1 for found in nodes.values())
+
+
+# Any: JSON.
+def _summary(status: Mapping[str, Any]) -> str:
+    """Returns what a failure needs of a status: every member in a few words."""
+    members = (
+        f"{m['name']} ({m['replica']}) {m['state']} on {m['node']} {m['detail']}".rstrip()
+        for m in status.get("members", [])
+    )
+    rest = {key: value for key, value in status.items() if key != "members"}
+    return f"{json.dumps(rest)}; {'; '.join(members)}"
 
 
 # Any: JSON.
