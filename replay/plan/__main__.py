@@ -67,12 +67,14 @@ def plot(
     minutes = [outcome.at_s / 60 for outcome in done]
     first.plot(minutes, [(o.ttft_s or 0) + speeds.outside_s for o in done], ".", markersize=3)
     if targets.ttft_s is not None:
-        first.axhline(targets.ttft_s, color="black", linewidth=0.8)
+        first.axhline(targets.ttft_s, color="black", linewidth=0.8, label="target")
+        first.legend(loc="upper right")
     first.set(ylabel="TTFT, s", yscale="log", title=str(best))
     itls = [((o.end_s or 0) - o.at_s - (o.ttft_s or 0)) / max(1, o.output_tokens - 1) for o in done]
     further.plot(minutes, itls, ".", markersize=3)
     if targets.itl_s is not None:
-        further.axhline(targets.itl_s, color="black", linewidth=0.8)
+        further.axhline(targets.itl_s, color="black", linewidth=0.8, label="target")
+        further.legend(loc="upper right")
     further.set(ylabel="ITL, s", xlabel="minute")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

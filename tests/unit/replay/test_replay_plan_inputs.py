@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,6 +51,22 @@ def test_the_pause_of_a_stream_shows_the_size_of_a_step() -> None:
     assert parse_speeds('{"base_s": 1, "prefill_token_s": 1, "decode_seq_s": 1}').outside_s == 0
     with pytest.raises(SpeedsError, match="chunk_tokens must be at least 1, not 0"):
         parse_speeds('{"base_s":1,"prefill_token_s":1,"decode_seq_s":1,"chunk_tokens":0}')
+
+
+def test_a_picture_of_a_plan_is_drawn_or_the_library_for_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = trace_of([TraceRequest(n * 0.5, 800, 10) for n in range(5)], tmp_path / "t.jsonl")
+    speeds, picture = tmp_path / "speeds.json", tmp_path / "plan.png"
+    speeds.write_text(SPEEDS.to_json())
+    args = [str(trace), f"--speeds={speeds}", "--ttft-s=5", "--itl-s=1", f"--plot={picture}"]
+    if find_spec("matplotlib"):
+        assert main(args) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        return
+    with pytest.raises(SystemExit):
+        main(args)
+    assert "pip install 'kvmesh[plot]'" in capsys.readouterr().err
 
 
 def test_smaller_steps_pause_streams_for_less_time() -> None:
