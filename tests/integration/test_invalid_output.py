@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from common.request.preprocessed import TopLogprob
@@ -24,6 +25,8 @@ from worker_svc.engines.contract import (
     chunk,
 )
 from worker_svc.engines.sim.config import SIM_MODEL_DIR
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOKENIZER = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
 SCHEMA = {
@@ -45,18 +48,22 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-@pytest.fixture
+# Its processes for templates and grammars are the same for all tests.
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[LocalMesh]:
     async with local_mesh() as running, running.router():
         yield running
 
 
-def saying(text: str, reason: FinishReason = FinishReason.EOS) -> Script:
-    """An engine that ignores the constraint of its requests."""
+def saying(*texts: str, reason: FinishReason = FinishReason.EOS) -> Script:
+    """An engine that ignores the constraint of its requests; the texts are those of its first
+    requests, the last one also of all later ones."""
+    remaining = list(texts)
 
     async def script(
         request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
+        text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         yield LLMEngineOutput(token_ids=TOKENIZER.encode(text).ids)
         yield LLMEngineOutput(finish_reason=reason)
 
@@ -188,8 +195,8 @@ async def test_a_response_without_its_form_is_never_a_success(
     mesh: LocalMesh, name: str, *, is_stream: bool
 ) -> None:
     fields, good, bad = FORMS[name]
-    for text in (*good, *bad):
-        async with mesh.worker(RecordingEngine(saying(text))):
+    async with mesh.worker(RecordingEngine(saying(*good, *bad))):
+        for text in (*good, *bad):
             response = await post(mesh, stream=is_stream, **fields)
             if text in good:
                 assert response.status_code == 200, (text, response.text)
@@ -216,7 +223,7 @@ async def test_a_constraint_may_apply_only_behind_the_reasoning(mesh: LocalMesh)
 
 
 async def test_a_response_that_the_client_limits_may_be_incomplete(mesh: LocalMesh) -> None:
-    async with mesh.worker(RecordingEngine(saying('{"city": "Ro', FinishReason.LENGTH))):
+    async with mesh.worker(RecordingEngine(saying('{"city": "Ro', reason=FinishReason.LENGTH))):
         limited = await post(mesh, response_format=JSON_SCHEMA)
         assert limited.json()["choices"][0]["finish_reason"] == "length"
     async with mesh.worker(RecordingEngine(saying(GOOD))):
