@@ -19,6 +19,8 @@ from tests.kit.processes import PARENT_GUARD
 
 START_S = 600.0
 END_S = 30.0
+# For a response on a busy machine.
+RESPONSE_S = 300.0
 # On a CPU, in a pool that fits any machine.
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -102,6 +104,14 @@ class StockServer:
         assert response.status_code == 200, response.text
         return response.json()
 
+    # Any: JSON.
+    def post(self, path: str, body: Any) -> Any:
+        """Returns a response of the server itself."""
+        url = f"{self.url}{path}"
+        response = httpx.post(url, json=body, timeout=RESPONSE_S, trust_env=False)
+        assert response.status_code == 200, response.text
+        return response.json()
+
     def tail(self) -> str:
         return self.log_path.read_text(errors="replace")[-3000:]
 
@@ -143,3 +153,8 @@ class SglangServer(StockServer):
         """Returns the number of requests that it computes or keeps waiting."""
         loads = self.get("/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    def generate(self, prompt: Sequence[int], count: int = 1) -> None:
+        """Sends a request past the mesh. Raises AssertionError."""
+        sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
+        self.post("/generate", {"input_ids": prompt, "sampling_params": sampling})

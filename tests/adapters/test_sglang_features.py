@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from tests.adapters.conftest import FEW_SLOTS
 from tests.adapters.servers_mesh import PATIENT_S, Json, ServersMesh, Stream
 from tests.adapters.stock_server import SglangServer
-from tests.adapters.tcp_proxy import TcpProxy
+from tests.adapters.token_servers import (
+    check_decisions,
+    check_invalid_fields,
+    check_replay,
+    check_salts,
+    prompt_of,
+)
 from tests.kit.contract_kit import check_server
 from tests.kit.waiting import wait_for
 
@@ -30,11 +33,6 @@ TOOL = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-def prompt_of(seed: int, count: int = 160) -> list[int]:
-    """Returns token ids that no other test has."""
-    return [100 + (seed * 977 + at * 31) % 3000 for at in range(count)]
 
 
 @pytest.mark.cell("sglang", "contract kit", "cache flush")
@@ -154,12 +152,7 @@ def test_a_seed_is_refused_by_name_without_deterministic_inference(
 def test_invalid_fields_are_refused_by_name_and_no_server_counts_as_failing(
     sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
 ) -> None:
-    invalid: Json = {"max_tokens": -1, "temperature": 9, "top_p": 2, "min_tokens": 99, "n": 0}
-    invalid |= {"guided_grammar": "root ::= (", "prompt": [10**9]}
-    for name, value in invalid.items():
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 2} | {name: value}
-        assert sglang_mesh.post("/v1/completions", body, 400)["error"]["param"] == name
-    assert all(sglang_mesh.serves(one) for one in sglang_servers), "their circuits are closed"
+    check_invalid_fields(sglang_mesh, sglang_servers)
 
 
 @pytest.mark.cell("sglang", "priorities")
@@ -196,57 +189,34 @@ def test_a_request_of_higher_priority_passes_a_waiting_one(
 def test_a_cache_salt_separates_blocks_at_the_server_and_in_the_index(
     sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
 ) -> None:
-    server, prompt = sglang_servers[0], prompt_of(50)
-
-    def blocks(salt: str) -> int:
-        return sglang_mesh.overlap(prompt, **({"cache_salt": salt} if salt else {}))[1]
-
-    def is_stored(salt: str) -> bool:
-        return blocks(salt) == 10
-
-    for salt, others in (("one", ("two", "")), ("two", ("",))):
-        _generate(server, prompt, cache_salt=salt)
-        wait_for(partial(is_stored, salt), "its blocks are stored", PATIENT_S)
-        assert not any(blocks(one) for one in others)
+    check_salts(sglang_mesh, sglang_servers[0])
 
 
 @pytest.mark.cell("sglang", "approximate entries without events")
 def test_decisions_stand_in_for_the_events_that_a_mesh_does_not_read(
     sglang_servers: list[SglangServer], tmp_path: Path
 ) -> None:
-    with ServersMesh(tmp_path, sglang_servers, "--no-kv-events") as mesh:
-        for seed in range(60, 64):
-            prompt = prompt_of(seed)
-            worker = str(mesh.complete(prompt)["nvext"]["worker_id"])
-            assert mesh.overlap(prompt) == (worker, 10)
+    check_decisions(tmp_path, sglang_servers)
 
 
-@pytest.mark.cell("sglang", "replay of missed KV events", "load")
+@pytest.mark.cell("sglang", "replay of missed KV events")
 def test_events_missed_while_the_connection_was_cut_are_replayed(
     sglang_servers: list[SglangServer], tmp_path: Path
 ) -> None:
-    server, before, missed = sglang_servers[0], prompt_of(70), prompt_of(71)
-    with TcpProxy(server.events_port) as proxy:
-        flags = [f"--server-kv-events=tcp://127.0.0.1:{proxy.port}"]
-        flags.append(f"--server-kv-replay=tcp://127.0.0.1:{server.replay_port}")
-        with ServersMesh(tmp_path, [server], *flags, indexers=1) as mesh:
-            _generate(server, before)
-            wait_for(lambda: mesh.overlap(before)[1] == 10, "events reach the router", PATIENT_S)
-            proxy.cut()
-            _generate(server, missed)
-            # Sleep: events would have arrived by now.
-            time.sleep(1.0)
-            assert mesh.overlap(missed)[1] == 0, "nothing arrives"
-            assert mesh.overlap(before)[1] == 10, "nothing was withdrawn"
-            proxy.restore()
-            wait_for(lambda: mesh.overlap(missed)[1] == 10, "they are replayed", PATIENT_S)
-            assert mesh.overlap(before)[1] == 10
-            (worker,) = mesh.workers
-            assert not worker.events("kv_events_lost")
-            thread = threading.Thread(target=_generate, args=(server, prompt_of(72), 400))
-            thread.start()
-            wait_for(lambda: worker.load().loads[0].running == 1, "others' requests are load")
-            thread.join()
+    check_replay(tmp_path, sglang_servers[0])
+
+
+@pytest.mark.cell("sglang", "load")
+def test_requests_past_the_mesh_are_load_of_their_server(
+    sglang_servers: list[SglangServer], tmp_path: Path
+) -> None:
+    server = sglang_servers[0]
+    with ServersMesh(tmp_path, [server]) as mesh:
+        (worker,) = mesh.workers
+        thread = threading.Thread(target=server.generate, args=(prompt_of(72), 400))
+        thread.start()
+        wait_for(lambda: worker.load().loads[0].running == 1, "others' requests are load")
+        thread.join()
 
 
 @pytest.mark.cell("sglang", "cancellation")
@@ -293,12 +263,3 @@ def sent(mesh: ServersMesh, body: Json) -> Iterator[None]:
     with closing(HTTPConnection(host.hostname or "", host.port, timeout=PATIENT_S)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         yield
-
-
-def _generate(server: SglangServer, prompt: list[int], count: int = 1, **fields: Any) -> None:
-    """Sends a request past the mesh. fields: more of its body."""
-    sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
-    body = {"input_ids": prompt, "sampling_params": sampling, **fields}
-    url = f"{server.url}/generate"
-    response = httpx.post(url, json=body, timeout=PATIENT_S, trust_env=False)
-    assert response.status_code == 200, response.text

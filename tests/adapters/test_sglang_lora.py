@@ -13,7 +13,7 @@ from common.errors import Unavailable
 from common.runtime.free_ports import free_ports
 from tests.adapters.servers_mesh import PATIENT_S, Json, ServersMesh
 from tests.adapters.stock_server import SglangServer
-from tests.adapters.test_sglang_features import prompt_of
+from tests.adapters.token_servers import prompt_of
 from tests.kit.waiting import wait_for
 from tests.sglang.adapter_model import RANK, TARGETS, write_adapter
 from worker_svc.engines.openai.config import ServerConfig

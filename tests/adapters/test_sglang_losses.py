@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.adapters.conftest import FEW_SLOTS
-from tests.adapters.known_streams import KnownStreams, busiest
+from tests.adapters.known_streams import busiest
 from tests.adapters.servers_mesh import PATIENT_S, Json, ServersMesh, Stream
 from tests.adapters.stock_server import SglangServer
-from tests.adapters.test_sglang_features import prompt_of
+from tests.adapters.token_servers import check_hang, check_loss, prompt_of, wait_for_return
 from tests.kit.waiting import wait_for
 
 
@@ -18,18 +18,8 @@ from tests.kit.waiting import wait_for
 def test_streams_leave_a_server_that_hangs_and_it_is_used_again_when_it_goes_on(
     sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
 ) -> None:
-    assert all(sglang_mesh.serves(one) for one in sglang_servers), "both have computed"
-    streams = KnownStreams(sglang_mesh, [prompt_of(240 + at, 64) for at in range(3)], 200)
-    streams.wait_begun()
-    loser = busiest(sglang_servers)
-    loser.freeze()
-    try:
-        assert streams.found() == streams.expected, "they continued exactly"
-        for at in range(6):
-            sglang_mesh.complete(prompt_of(250 + at, 40), 2)
-    finally:
-        loser.thaw()
-    wait_for(lambda: sglang_mesh.serves(loser), "it is back", PATIENT_S)
+    prompts = [prompt_of(240 + at, 64) for at in range(3)]
+    check_hang(sglang_mesh, sglang_servers, prompts, 200)
 
 
 @pytest.mark.cell("sglang", "migration of a started stream")
@@ -47,29 +37,15 @@ def test_a_response_with_more_state_than_its_tokens_ends_with_an_error_to_be_ret
         assert stream.join()[-1]["error"]["code"] == "not_migratable"
     finally:
         loser.thaw()
-    wait_for(lambda: sglang_mesh.serves(loser), "it is back", PATIENT_S)
+    wait_for_return(sglang_mesh, loser)
 
 
 @pytest.mark.cell("sglang", "migration of a started stream", "a server that ends, and comes back")
 def test_streams_continue_exactly_when_their_server_is_killed_and_it_comes_back_empty(
     sglang_mesh: ServersMesh, sglang_servers: list[SglangServer]
 ) -> None:
-    cached = prompt_of(200)
-    for server in sglang_servers:
-        sglang_mesh.complete_at(server, cached)
-    streams = KnownStreams(sglang_mesh, [prompt_of(210 + at, 64) for at in range(3)], 200)
-    streams.wait_begun()
-    loser = busiest(sglang_servers)
-    worker = sglang_mesh.worker_of(loser)
-    loser.kill()
-    assert streams.found() == streams.expected, "they continued exactly"
-    for at in range(6):
-        sglang_mesh.complete(prompt_of(230 + at, 40), 2)
-    loser.start()
-    loser.wait_ready()
-    wait_for(lambda: sglang_mesh.serves(loser), "it is back", PATIENT_S)
-    assert sglang_mesh.worker_of(loser) == worker, "it kept its worker"
-    wait_for(lambda: sglang_mesh.overlap(cached)[0] != worker, "the index has its empty cache")
+    prompts = [prompt_of(210 + at, 64) for at in range(3)]
+    check_loss(sglang_mesh, sglang_servers, prompts, 200)
 
 
 @pytest.mark.cell("sglang", "retry before the first token")
@@ -88,10 +64,8 @@ def test_requests_that_wait_at_a_server_are_retried_when_it_is_killed(
     with ThreadPoolExecutor(count) as pool:
         pending = [pool.submit(line_of, at) for at in range(count)]
         wait_for(lambda: loser.running() > FEW_SLOTS, "some wait at the server", PATIENT_S)
-        loser.kill()
-        lines = [one.result() for one in pending]
+        with loser.killed():
+            lines = [one.result() for one in pending]
     assert [line["completion_tokens"] for line in lines] == [120] * count
     assert any(line["attempts"] > 1 and "migrations" not in line for line in lines)
-    loser.start()
-    loser.wait_ready()
-    wait_for(lambda: sglang_mesh.serves(loser), "it is back", PATIENT_S)
+    wait_for_return(sglang_mesh, loser)

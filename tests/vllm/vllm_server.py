@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -80,6 +81,11 @@ class VllmServer(StockServer):
     def worker_flags(self) -> tuple[str, ...]:
         """The flags of an adapter for this server."""
         return "--engine=openai", f"--server-urls={self.url}", f"--block-size={BLOCK_SIZE}"
+
+    def generate(self, prompt: Sequence[int], count: int = 1) -> None:
+        """Sends a request past the mesh. Raises AssertionError."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True}
+        self.post("/v1/completions", body | {"temperature": 0})
 
     @property
     def is_alive(self) -> bool:
