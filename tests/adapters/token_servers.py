@@ -97,7 +97,7 @@ def check_replay(folder: Path, server: TokenServer, *flags: str) -> None:
         replay = f"--server-kv-replay=tcp://127.0.0.1:{server.replay_port}"
         with ServersMesh(folder, [server], events, replay, *flags, indexers=1) as mesh:
             server.generate(before)
-            wait_for(lambda: mesh.overlap(before)[1] == BLOCKS, "events reach the router")
+            wait_for(lambda: mesh.overlap(before)[1] == BLOCKS, "they reach the router", PATIENT_S)
             proxy.cut()
             server.generate(missed)
             # Sleep: events would have arrived by now.
