@@ -42,6 +42,9 @@ class Operation:
     media_type: str = "application/json"
     """Of the response."""
 
+    is_list: bool = False
+    """Whether the JSON of the response is an array, not an object."""
+
     failure: int | None = None
     """A status whose body is that of a 200; None: there is none."""
 

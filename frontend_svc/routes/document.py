@@ -94,7 +94,10 @@ def _query_parameters(query: type[BaseModel] | None) -> Iterator[Json]:
 
 
 def _response_schema(operation: Operation) -> Json:
-    return {"type": "object"} if operation.media_type == JSON else {"type": "string"}
+    if operation.media_type != JSON:
+        return {"type": "string"}
+    item = {"type": "object"}
+    return {"type": "array", "items": item} if operation.is_list else item
 
 
 def _operation_id(method: str, path: str) -> str:

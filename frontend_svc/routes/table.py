@@ -608,7 +608,9 @@ ROUTES: Final[tuple[RouteEntry, ...]] = (
         path="/v1/internal/metrics-targets",
         handler=_plain(lambda dependencies: dependencies.targets.get),
         permission=Permission.ADMIN,
-        operation=Operation(summary="Lists where the metrics of all members are, for Prometheus"),
+        operation=Operation(
+            summary="Lists where the metrics of all members are, for Prometheus", is_list=True
+        ),
     ),
     RouteEntry(
         method="GET",

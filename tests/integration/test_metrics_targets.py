@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -71,6 +72,13 @@ async def scrape(target: Any) -> dict[str, Metric]:
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     families = text_string_to_metric_families(response.text)  # type: ignore[no-untyped-call]
     return {one.name: one for one in families}
+
+
+async def test_the_targets_have_the_documented_form(mesh: LocalMesh) -> None:
+    path = "/v1/internal/metrics-targets"
+    operation = (await mesh.http.get("/openapi.json")).json()["paths"][path]["get"]
+    schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate((await mesh.http.get(path)).json(), schema)
 
 
 @pytest.mark.slow
