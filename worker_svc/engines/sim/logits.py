@@ -41,6 +41,8 @@ _CHOSEN_LOGIT: Final = 10.0
 _RIVAL_STEP: Final = 0.5
 _WORD_LOGIT: Final = 1.0
 _OTHER_LOGIT: Final = -20.0
+# A repetition penalty near 0 makes no infinite logit, of which no log probability is a number.
+_LOGIT_MAX: Final = 1e300
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 
 Logits = NDArray[np.float64]
@@ -135,8 +137,9 @@ class LogitChanges:
         if self.repetition != 1.0:
             seen = np.union1d(self.prompt_ids[self.prompt_ids < len(logits)], generated)
             present = logits[seen]
+            limited = np.clip(present, 0, _LOGIT_MAX * self.repetition)
             logits[seen] = np.where(
-                present > 0, present / self.repetition, present * self.repetition
+                present > 0, limited / self.repetition, present * self.repetition
             )
         counts = np.fromiter(self.output.values(), dtype=np.float64, count=len(self.output))
         logits[generated] -= self.presence + self.frequency * counts

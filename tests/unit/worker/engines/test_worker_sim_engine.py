@@ -613,6 +613,20 @@ async def test_a_penalty_separates_repeated_tokens(name: str) -> None:
     assert {first, second} <= set(await generated(logit_bias=forced, **penalty))
 
 
+async def test_the_least_repetition_penalty_leaves_log_probabilities_finite() -> None:
+    async with running() as engine:
+        outputs = await outputs_of(
+            engine,
+            request(
+                sampling_options=SamplingOptions(repetition_penalty=5e-324),
+                output_options=OutputOptions(logprobs=2),
+            ),
+        )
+    logprobs = [one for output in outputs for one in output.logprobs]
+    assert logprobs
+    assert all(math.isfinite(one.logprob) for one in logprobs)
+
+
 async def test_a_negative_penalty_repeats_the_first_token() -> None:
     tokens = await generated(presence_penalty=-2.0, frequency_penalty=-2.0, max_tokens=30)
     assert len(set(tokens[1:])) < len(set(TOKEN_ORACLE.continue_tokens(PROMPT, 29)))
