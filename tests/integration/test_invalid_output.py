@@ -113,6 +113,13 @@ BROKEN = {
         LLMEngineOutput(token_ids=[300], logprobs=[TokenLogprob(-5, -1.0, ())]),
         chunk.stop(),
     ],
+    **{
+        f"a log probability of {value}": [
+            LLMEngineOutput(token_ids=[300], logprobs=[TokenLogprob(300, value, ())]),
+            chunk.stop(),
+        ]
+        for value in (float("nan"), float("-inf"))
+    },
 }
 
 

@@ -498,9 +498,11 @@ class OutputRules:
         ids = [logprob.token_id for logprob in logprobs]
         values = [logprob.logprob for logprob in logprobs] + [top.logprob for top in tops]
         try:
-            array("d", values)
-        except TypeError:
+            are_finite = all(map(math.isfinite, values))
+        except (OverflowError, TypeError):
             raise self._broken("a log probability is no number") from None
+        if not are_finite:
+            raise self._broken("a log probability is not finite")
         if (largest := self._largest(ids)) >= self._ids_below:
             raise self._broken(f"log probability of token id {largest} outside of the vocabulary")
         # A model may have logits for more ids than its tokenizer, and rank one of them second.
