@@ -126,7 +126,10 @@ class Runner:
                 async with asyncio.timeout(self._interval_s):
                     await self._lease.renew()
             except (Unavailable, TimeoutError) as error:
-                LOG.warning("batch_lease_not_renewed", error=str(error))
+                LOG.warning(
+                    "batch_lease_not_renewed",
+                    error=str(error) or f"no response within {self._interval_s:g} s",
+                )
             if not self._lease.is_held:
                 raise LeaseLost("the lease could not be renewed in time", reason="LEASE_LOST")
 
