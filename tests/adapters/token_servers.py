@@ -89,8 +89,7 @@ def check_decisions(folder: Path, servers: Sequence[TokenServer], *flags: str) -
 
 
 def check_replay(folder: Path, server: TokenServer, *flags: str) -> None:
-    """Events missed while the connection was cut are replayed; others' requests are load. flags:
-    of the adapter."""
+    """Events missed while the connection was cut are replayed. flags: of the adapter."""
     before, missed = prompt_of(70), prompt_of(71)
     with TcpProxy(server.events_port) as proxy:
         events = f"--server-kv-events=tcp://127.0.0.1:{proxy.port}"

@@ -26,7 +26,7 @@ from tests.kit.waiting import wait_for
 from tests.vllm.vllm_server import BLOCK_SIZE, MODEL, SLOTS, VllmServer
 
 LENGTH = 300
-BLOCKS = f"--block-size={BLOCK_SIZE}"
+BLOCK_SIZE_FLAG = f"--block-size={BLOCK_SIZE}"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def pair_mesh(
     servers: list[VllmServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServersMesh]:
     with (
-        ServersMesh(tmp_path_factory.mktemp("pair"), servers, BLOCKS, indexers=1) as mesh,
+        ServersMesh(tmp_path_factory.mktemp("pair"), servers, BLOCK_SIZE_FLAG, indexers=1) as mesh,
         closing(mesh.http),
     ):
         yield mesh
@@ -58,7 +58,7 @@ def test_a_cache_salt_separates_blocks_at_the_server_and_in_the_index(
 def test_decisions_stand_in_for_the_events_that_a_mesh_does_not_read(
     servers: list[VllmServer], tmp_path: Path
 ) -> None:
-    check_decisions(tmp_path, servers, BLOCKS)
+    check_decisions(tmp_path, servers, BLOCK_SIZE_FLAG)
 
 
 @pytest.mark.cell("vllm", "several servers", "a server that hangs")
@@ -109,4 +109,4 @@ def occupied(server: VllmServer, prompt: list[int]) -> Iterator[None]:
 def test_events_missed_while_the_connection_was_cut_are_replayed(
     servers: list[VllmServer], tmp_path: Path
 ) -> None:
-    check_replay(tmp_path, servers[0], BLOCKS)
+    check_replay(tmp_path, servers[0], BLOCK_SIZE_FLAG)
